@@ -85,7 +85,7 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
     from zerograph.dryrun.forecast import forecast_file
     from zerograph.planner import plan_step
     from zerograph.planner.estimate.estimate import RESERVE
-    from zerograph.planner.search.search import Search, Wish
+    from zerograph.planner.search.search import Constraints, Search
 
     work = Workload(layers=layers, dim=hidden, heads=hidden // 128, vocab=VOCAB, batch=1, seq=SEQ)
 
@@ -107,7 +107,7 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
     planning = time.perf_counter() - begin
 
     machine, cpu = machine_named("v100-32gb-dgx2"), time.process_time()
-    search = Search(step, Wish("auto", world, offload="auto"), machine)
+    search = Search(step, Constraints("auto", world, offload="auto"), machine)
     if search.within(machine.budget(world, RESERVE)) is None:
         raise SystemExit(f"no plan of {layers} layers fits")
     search_cpu = time.process_time() - cpu

@@ -18,7 +18,7 @@ from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.largest_fit import Probe, describe_answer, largest_by_stage, largest_file
 from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.search.largest_size import LargestSize
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 
 pytestmark = pytest.mark.costly
 
@@ -37,12 +37,12 @@ def test_the_largest_fits_as_traced_and_the_next_does_not(model: type[nn.Module]
     def make() -> Any:
         return model(), ids(2, 16)
 
-    plans = Probe(Steps(make, what, world=WORLD, batch=1, seq=1), GPU, Wish(3, WORLD))
+    plans = Probe(Steps(make, what, world=WORLD, batch=1, seq=1), GPU, Constraints(3, WORLD))
     found = plans.largest(budget)
 
     def searched(size: int) -> Search:
         step = compile_only(make, world_size=WORLD, sizes={what: size}, programs=False).frame.step
-        return Search(step, plans.wish, GPU, states=plans.steps.states)
+        return Search(step, plans.constraints, GPU, states=plans.steps.states)
 
     assert searched(found.value).within(budget) is not None
     assert searched(found.value + 1).within(budget) is None
@@ -77,7 +77,7 @@ def test_what_cannot_be_offloaded_is_refused_before_anything_is_traced(options: 
 
 
 def test_the_answer_says_what_the_next_size_needs_or_why_there_is_none() -> None:
-    search = Search(step_of([Layer()]), Wish(3, WORLD), GPU)
+    search = Search(step_of([Layer()]), Constraints(3, WORLD), GPU)
     filled = LargestSize(7, search, 3 * MIB, "", 8, "host")
     assert describe_answer("batch", filled, {"device": MIB, "host": 2 * MIB}) == (
         "largest batch: 7; 8 needs 3 MiB of host memory per rank, of 2 MiB"

@@ -17,7 +17,7 @@ from zerograph.core.step import Dimension, Step
 from zerograph.dryrun import traced_steps
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.traced_steps import Steps
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 
 pytestmark = pytest.mark.costly
 
@@ -166,7 +166,7 @@ def test_a_plan_of_a_told_step_is_that_of_the_compiled_one() -> None:
     step = steps_of(MODELS["gpt"], "seq", 36, 96).at(48)
     # Where memory is given, plans may run layers by token, and it is looked which can.
     assert step == replace(compiled.step, token_regions=())
-    found = Search(step, Wish("auto", WORLD), machine).within(int(budget * 0.94))
+    found = Search(step, Constraints("auto", WORLD), machine).within(int(budget * 0.94))
     assert found is not None and found.plan.digest == compiled.plan.digest
 
 

@@ -17,7 +17,7 @@ import zerograph
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.machine import machine_named
 from zerograph.planner.estimate.estimate import RESERVE
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 
 WIDTH, LAYERS = 64, 4
 ROWS = (4, 4, 4)
@@ -71,8 +71,8 @@ def _peaks() -> tuple[int, int]:
     model.compile(backend=backend)
     tokens = torch.zeros(4 + dist.get_rank(), 16, dtype=torch.int64)
     nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-    wish = Wish("auto", dist.get_world_size(), bucket_size=2**17, prefetch=1)
-    best = Search(backend.frames[-1].step, wish, machine_named("cpu")).best
+    constraints = Constraints("auto", dist.get_world_size(), bucket_size=2**17, prefetch=1)
+    best = Search(backend.frames[-1].step, constraints, machine_named("cpu")).best
     return best[0].peak, best[-1].peak
 
 

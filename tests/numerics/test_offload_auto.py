@@ -20,7 +20,7 @@ from zerograph.core.executable import Executable
 from zerograph.core.machine import Machine, machine_named
 from zerograph.core.step import Step
 from zerograph.planner.estimate.estimate import RESERVE
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 from zerograph.runtime.homes import shards
 
 
@@ -38,8 +38,8 @@ def _slot() -> Iterator[None]:
 
 def _tight(step: Step, machine: Machine, runs: Executable) -> dict[str, int]:
     """Memory in which some buckets have to leave, and not all alike, to all tiers that there are."""
-    wish = Wish("auto", 2, bucket_size=20 * 2**10, offload="auto", executable=runs)
-    search = Search(step, wish, machine)
+    constraints = Constraints("auto", 2, bucket_size=20 * 2**10, offload="auto", executable=runs)
+    search = Search(step, constraints, machine)
     for device, host in sorted({(c.peaks[0], c.peaks[1]) for c in search.best}, key=sum):
         fastest = search.within({**machine.budget(2), "device": device, "host": host})
         homes = {bucket.homes for bucket in fastest.plan.buckets} if fastest is not None else set()

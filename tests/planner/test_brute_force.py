@@ -23,7 +23,7 @@ from zerograph.planner.profile.regions import profile
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 from zerograph.sim.simulate import time_and_peaks
 
 GPU, WORLD, SIZE = machine_named("h100-80gb"), 8, 2**26
@@ -138,7 +138,7 @@ def compare_stays(
         for kept in residencies(started)
         for recomputed in recomputations(kept, len(layers))
     )
-    compare(Search(step, Wish("auto", WORLD, bucket_size=SIZE), GPU), judged(step, plans, GPU), shares)
+    compare(Search(step, Constraints("auto", WORLD, bucket_size=SIZE), GPU), judged(step, plans, GPU), shares)
 
 
 @pytest.mark.slow
@@ -152,8 +152,8 @@ def test_homes_residency_and_recomputation(layers: list[Layer], shares: list[tup
         for kept in residencies(placed)
         for recomputed in recomputations(kept, len(layers))
     )
-    wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
-    compare(Search(step, wish, GPU), judged(step, plans, GPU), shares)
+    constraints = Constraints("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
+    compare(Search(step, constraints, GPU), judged(step, plans, GPU), shares)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -168,8 +168,8 @@ def test_homes_residency_and_activations_on_one_tier(layers: list[Layer], shares
         for recomputed in recomputations(kept, len(layers))
         for waits in product((False, True), repeat=len(layers))
     )
-    wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
-    compare(Search(step, wish, machine), judged(step, plans, machine), shares)
+    constraints = Constraints("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
+    compare(Search(step, constraints, machine), judged(step, plans, machine), shares)
 
 
 @pytest.mark.slow
@@ -190,5 +190,5 @@ def test_each_activation_kept_recomputed_or_offloaded(layers: list[Layer], share
         for waits in product((False, True), repeat=len(inside))
         for ahead in ((1, 2) if any(waits) else (1,))
     )
-    wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
-    compare(Search(step, wish, machine), judged(step, plans, machine), shares)
+    constraints = Constraints("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
+    compare(Search(step, constraints, machine), judged(step, plans, machine), shares)

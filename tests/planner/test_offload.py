@@ -40,7 +40,7 @@ from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import settled, sketch
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 from zerograph.sim.simulate import Memory, time_and_peaks
 
 GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")
@@ -107,12 +107,12 @@ def test_a_search_may_be_told_where_activations_wait() -> None:
     """Anywhere, where the plan can be run and something may leave; else where they were told to."""
     step, machine = step_of([Layer(rows=256, inside=2 * MIB)] * 4), replace(CPU, device_memory=10**12)
     executable = Executable.on(machine)
-    kept = Search(step, Wish(3, 2, offload="auto", saved="device", executable=executable), machine)
+    kept = Search(step, Constraints(3, 2, offload="auto", saved="device", executable=executable), machine)
     assert not any(candidate.plan.offload for candidate in kept.best)
-    free = Search(step, Wish(3, 2, offload="auto", executable=executable), machine)
+    free = Search(step, Constraints(3, 2, offload="auto", executable=executable), machine)
     assert any(candidate.plan.offload for candidate in free.best)
     assert free.smallest.peak < kept.smallest.peak
-    told = Search(step, Wish(3, 2, saved="nvme", executable=executable), machine)
+    told = Search(step, Constraints(3, 2, saved="nvme", executable=executable), machine)
     assert all(len(candidate.plan.offload) == 4 for candidate in told.best)
 
 
@@ -482,20 +482,25 @@ def test_buckets_of_one_layer_that_share_a_name_may_be_whole_together() -> None:
 @pytest.mark.parametrize("moments", [0, 1, 2])
 def test_moments_that_were_asked_for_are_those_of_the_schedule(moments: int) -> None:
     step = step_of([Layer(rows=MIB)] * 4)
-    wish = Wish("auto", 8, offload="optimizer", tier="host")
-    file = file_from_sketch("any", step, wish, GPU, moments=moments)
+    constraints = Constraints("auto", 8, offload="optimizer", tier="host")
+    file = file_from_sketch("any", step, constraints, GPU, moments=moments)
     assert file.forecast.memory["host"][0][1] == 4 * (4 * MIB // 8) * (1 + moments)
-    search = Search(step, wish, GPU, moments=moments)
+    search = Search(step, constraints, GPU, moments=moments)
     assert min(c.seconds for c in search.best) == file.forecast.seconds
     assert file.forecast.peaks["device"].bytes in {c.peak for c in search.best}
 
 
 def test_reasons_tell_what_was_asked_for_from_what_was_chosen() -> None:
     step = step_of([Layer(rows=MIB)] * 4)
-    asked = Wish(3, 8, bucket_size=MIB, prefetch=1, recompute="full", offload="optimizer", tier="host")
+    asked = Constraints(3, 8, bucket_size=MIB, prefetch=1, recompute="full", offload="optimizer", tier="host")
     chosen = replace(asked, stage="auto", bucket_size=None, prefetch=None, recompute="auto")
-    told = [{r.subject: r.why for r in file_from_sketch("any", step, wish, GPU).reasons} for wish in (asked, chosen)]
-    plans = [[r.why for r in file_from_sketch("any", step, wish, GPU).reasons[:3]] for wish in (asked, chosen)]
+    told = [
+        {r.subject: r.why for r in file_from_sketch("any", step, constraints, GPU).reasons}
+        for constraints in (asked, chosen)
+    ]
+    plans = [
+        [r.why for r in file_from_sketch("any", step, constraints, GPU).reasons[:3]] for constraints in (asked, chosen)
+    ]
     assert set(plans[0]) == {"it was asked for"} and "it was asked for" not in plans[1]
     assert told[0]["activations"].startswith("it was asked for; products that run again take ")
 
@@ -506,7 +511,7 @@ def test_what_has_nothing_to_move_stays_on_the_device(offload: Offload, least: i
     """A scalar, which is not sharded, and a frozen parameter when only the optimizer leaves."""
     step = step_of([Layer(rows=MIB), Layer(rows=1), Layer(rows=MIB)])
     kinds = ((True, True), (False, True), (True, False))
-    wish = Wish(3, 4, bucket_size=1, offload=offload, tier=tier, tile=False)
-    file = file_from_sketch("any", of_kinds(step, kinds), wish, GPU)
+    constraints = Constraints(3, 4, bucket_size=1, offload=offload, tier=tier, tile=False)
+    file = file_from_sketch("any", of_kinds(step, kinds), constraints, GPU)
     assert [b.homes.least_stage for b in file.plan.buckets] == [least, 0, 3 if offload == "parameters" else 0]
     assert check_file(file) == []

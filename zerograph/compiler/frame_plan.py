@@ -41,7 +41,7 @@ from zerograph.planner.profile.offloaded import offloaded
 from zerograph.planner.profile.tiling import in_loops, refuse_unknown, tiles_wanted
 from zerograph.planner.profile.token_tiles import in_token_tiles
 from zerograph.planner.programs.placement import Shards, kept_on
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 from zerograph.runtime.buffers import dtype_name
 
 log = logging.getLogger(__name__)
@@ -109,10 +109,10 @@ class Planner:
         if memory is None and device.type == "cuda":
             memory = room_on(device)
         if memory is None and config.searches:
-            wish = 'stage="auto"' if config.stage == "auto" else 'offload="auto"'
+            asked = 'stage="auto"' if config.stage == "auto" else 'offload="auto"'
             raise ConfigError(
-                f"{wish} on {device.type} needs to be told how much memory a rank may use",
-                f'for example zerograph.backend({wish}, memory="8GiB")',
+                f"{asked} on {device.type} needs to be told how much memory a rank may use",
+                f'for example zerograph.backend({asked}, memory="8GiB")',
             )
         mine: dict[str, Any] = {
             "memory": memory,
@@ -333,18 +333,27 @@ class Planner:
 
     def _searched(self, step: Step, states: int) -> Found:
         runs = Executable.on(self._machine, nvme=bool(self._config.path))
-        wish = Wish.of(self._config, self._world_size, executable=runs)
+        constraints = Constraints.of(self._config, self._world_size, executable=runs)
         budget = self.budget(step)
-        search = Search(step, wish, self._machine, states=states, moments=self._moments)
+        search = Search(step, constraints, self._machine, states=states, moments=self._moments)
         found = search.within(budget)
-        if found is None and wish.loss is None and head_of(Graph.of(step)) is not None:
+        if found is None and constraints.loss is None and head_of(Graph.of(step)) is not None:
             # Tiles read the head's weight again and again: they are looked at where nothing fits without.
-            search = Search(step, replace(wish, loss="auto"), self._machine, states=states, moments=self._moments)
+            search = Search(
+                step, replace(constraints, loss="auto"), self._machine, states=states, moments=self._moments
+            )
             found = search.within(budget)
-        if found is None and wish.tokens is None and step.token_regions and wish.recompute in ("auto", "full"):
+        if (
+            found is None
+            and constraints.tokens is None
+            and step.token_regions
+            and constraints.recompute in ("auto", "full")
+        ):
             # They recompute all layers, and read their weights again and again.
-            wish = replace(wish, loss="auto" if wish.loss is None else wish.loss, tokens="auto")
-            search = Search(step, wish, self._machine, states=states, moments=self._moments)
+            constraints = replace(
+                constraints, loss="auto" if constraints.loss is None else constraints.loss, tokens="auto"
+            )
+            search = Search(step, constraints, self._machine, states=states, moments=self._moments)
             found = search.within(budget)
         if found is None:
             raise infeasible(search, step, self._machine, budget)

@@ -20,7 +20,7 @@ from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.forecasts import forecast_programs
 from zerograph.planner.programs.homes import open_homes, open_tiers
 from zerograph.planner.programs.rates import Rates
-from zerograph.planner.search.search import Wish
+from zerograph.planner.search.search import Constraints
 
 ATTEMPTS = 8
 """Plans that are compiled in search of one whose programs hold no more than they may, after the first."""
@@ -58,7 +58,8 @@ def plan_file(
             at any stage, and inputs that the model brings are resized.
         memory: bytes of the device that a search may fill: then the plan is searched at any stage, for what the
             options leave open.
-        offload, tier, overlap: as in :class:`~zerograph.planner.search.search.Wish`. Unless ``offload`` is "none", the
+        offload, tier, overlap: as in :class:`~zerograph.planner.search.search.Constraints`. Unless ``offload`` is
+        "none", the
             plan is searched over all tiers of ``machine``, and forecast from its schedule: no program can be lowered
             for it yet.
         fold: see :func:`zerograph.dryrun.compile_only.compile_only`.
@@ -83,13 +84,15 @@ def plan_file(
         if saved in TIERS:
             open_tiers(machine, world, "optimizer", saved)  # which refuses what is not there
         config = Config.of(**options)
-        wish = Wish.of(config, world, offload=offload, tier=tier, overlap=overlap)
+        constraints = Constraints.of(config, world, offload=offload, tier=tier, overlap=overlap)
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, fold=fold, programs=False, moments=moments,
             dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
-        return file_from_sketch(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
+        return file_from_sketch(
+            name, step, constraints, machine, moments=moments, reserve=reserve, tokens=compiled.tokens
+        )
     if options.get("stage") == "auto" or sizes is not None or memory is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
 
@@ -186,8 +189,8 @@ def forecast_file(
     plan, flops = frame.plan, sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
     config = compiled.config
-    wish = Wish.of(config, plan.world_size)
-    told = reasons(plan, frame.step, wish, rates, found.forecast, moments=moments, searched=config.searches)
+    constraints = Constraints.of(config, plan.world_size)
+    told = reasons(plan, frame.step, constraints, rates, found.forecast, moments=moments, searched=config.searches)
     return PlanFile(
         model=name,
         plan=plan,

@@ -21,8 +21,8 @@ from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.infeasible import infeasible
 from zerograph.planner.explain.plan_file import file_from_sketch
 from zerograph.planner.search.largest_size import MOST, Budget, LargestSize, fullest, largest_size
-from zerograph.planner.search.search import Search, Wish
-from zerograph.planner.search.space import Candidate
+from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.search_space import Candidate
 
 ATTEMPTS = 4
 """Sizes whose programs are compiled: they may turn out to hold more than the step told, a few percent where they do."""
@@ -48,35 +48,35 @@ class Probe:
 
     Attributes:
         steps: of the model.
-        wish: what is searched for at every size.
+        constraints: what is searched for at every size.
         moments: tensors that the optimizer keeps per parameter.
     """
 
-    def __init__(self, steps: Steps, machine: Machine, wish: Wish, moments: int = 2) -> None:
-        self.steps, self.wish, self.moments = steps, wish, moments
+    def __init__(self, steps: Steps, machine: Machine, constraints: Constraints, moments: int = 2) -> None:
+        self.steps, self.constraints, self.moments = steps, constraints, moments
         self._machine = machine
         self._known: dict[int, tuple[Step, Search]] = {}
 
     def step(self, size: int) -> Step:
         """The step at ``size``, with parameters that can leave the device where plans may offload."""
         step = self.steps.at(size)
-        return step if self.wish.offload == "none" else movable(step, self.wish.world_size)
+        return step if self.constraints.offload == "none" else movable(step, self.constraints.world_size)
 
     def search(self, size: int) -> Search:
         """The plans at ``size``."""
         step = self.step(size)
         known = self._known.get(size)
         if known is None or known[0] != step:
-            states = self.steps.states if self.wish.offload == "none" else None
+            states = self.steps.states if self.constraints.offload == "none" else None
             # With other tiers a thorough search takes seconds, and what fits is told nearly as well by the plans that
             # need least, which every search looks at first.
             search = Search(
                 step,
-                self.wish,
+                self.constraints,
                 self._machine,
                 states=states,
                 moments=self.moments,
-                thorough=self.wish.offload == "none",
+                thorough=self.constraints.offload == "none",
             )
             known = self._known[size] = step, search
         return known[1]
@@ -127,13 +127,13 @@ def probe(
 ) -> Probe:
     """The plans of a model by batch or sequence; see :func:`largest_file`."""
     config = Config.of(**options)
-    wish = Wish.of(config, world, offload=offload, tier=tier, overlap=overlap)
+    constraints = Constraints.of(config, world, offload=offload, tier=tier, overlap=overlap)
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
-        make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=wish.sharding, moments=moments, fold=fold,
-        token_tiles=config.token_tiles,
+        make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=constraints.sharding, moments=moments,
+        fold=fold, token_tiles=config.token_tiles,
     )  # fmt: skip
-    return Probe(steps, machine, wish, moments)
+    return Probe(steps, machine, constraints, moments)
 
 
 def largest_by_stage(
@@ -152,9 +152,11 @@ def largest_by_stage(
         options: see :func:`largest_file`.
     """
     first = probe(make, what, machine, stage=stages[0], **options)
-    have = machine.budget(first.wish.world_size, reserve)
-    budget: Budget = have["device"] if first.wish.offload == "none" else have
-    plans = {stage: Probe(first.steps, machine, replace(first.wish, stage=stage), first.moments) for stage in stages}
+    have = machine.budget(first.constraints.world_size, reserve)
+    budget: Budget = have["device"] if first.constraints.offload == "none" else have
+    plans = {
+        stage: Probe(first.steps, machine, replace(first.constraints, stage=stage), first.moments) for stage in stages
+    }
     return {stage: (one.largest(budget), budget) for stage, one in plans.items()}
 
 
@@ -201,7 +203,7 @@ def largest_file(
         if found.value == 0:
             raise plans.infeasible(found, budget)
         file = file_from_sketch(
-            name, plans.step(found.value), plans.wish, machine, moments=moments, reserve=reserve,
+            name, plans.step(found.value), plans.constraints, machine, moments=moments, reserve=reserve,
             tokens=plans.steps.tokens[found.value],
         )  # fmt: skip
         return LargestPlan(file, found, budget)
@@ -223,7 +225,7 @@ def _compiled(
     Args:
         compiled: the programs at a size, of the fastest plan within so many bytes.
     """
-    world, attempts, excess = plans.wish.world_size, 0, 0.0
+    world, attempts, excess = plans.constraints.world_size, 0, 0.0
     memory, have = machine.capacity("device", world), machine.budget(world, reserve)["device"]
     while True:
         found, plan, memory = _solved(plans, memory, have, excess)

@@ -31,7 +31,7 @@ from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
-from zerograph.planner.search.knobs import with_tiles
+from zerograph.planner.search.decisions import with_tiles
 from zerograph.sim.simulate import walk
 
 V100 = machine_named("v100-32gb-dgx2")

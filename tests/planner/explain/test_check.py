@@ -18,7 +18,7 @@ from zerograph.core.plan import GivenPlan, Homes, Plan
 from zerograph.core.step import Step
 from zerograph.planner import plan_step, replay
 from zerograph.planner.explain.check import CHECKS, Violation, check_plan, require_plan
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 
 WORLD = 2
 
@@ -52,8 +52,8 @@ def test_every_plan_by_rule_passes_and_so_does_its_replay(
 @given(rows=st.lists(st.integers(2, 400), min_size=1, max_size=3), share=st.floats(0, 1))
 def test_every_searched_plan_passes(rows: list[int], share: float) -> None:
     step = step_of([Layer(rows=n) for n in rows])
-    wish = Wish("auto", WORLD, offload="auto")
-    search = Search(step, wish, machine_named("v100-32gb-dgx2"), work=300)
+    constraints = Constraints("auto", WORLD, offload="auto")
+    search = Search(step, constraints, machine_named("v100-32gb-dgx2"), work=300)
     assert check_plan(step, search.best[int(share * (len(search.best) - 1))].plan) == []
 
 

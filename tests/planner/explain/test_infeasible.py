@@ -14,14 +14,14 @@ from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.step import Step
 from zerograph.planner.explain.infeasible import changes, infeasible
-from zerograph.planner.search.search import Search, Wish, limits
+from zerograph.planner.search.search import Constraints, Search, limits
 
 MACHINE = machine_named("h100-80gb")
 
 
-def test_need_have_moment_tensor_and_knobs() -> None:
+def test_need_have_moment_tensor_and_remedies() -> None:
     step = step_of([Layer(rows=2**20, stream=2**20, inside=2**26, flops=10**9)] * 8)
-    search = Search(step, Wish(1, 4, bucket_size=2**26, prefetch=4, recompute="none"), MACHINE)
+    search = Search(step, Constraints(1, 4, bucket_size=2**26, prefetch=4, recompute="none"), MACHINE)
     error = infeasible(search, step, MACHINE, 300 * 2**20)
     first, second = str(error).split("\n\n")[0].splitlines()
     assert first.startswith("the step needs 1.")
@@ -36,23 +36,23 @@ def test_need_have_moment_tensor_and_knobs() -> None:
 
 def test_states_alone_may_be_too_much() -> None:
     step = step_of([Layer(rows=2**20, stream=1024, inside=4096)] * 4)
-    search = Search(step, Wish("auto", 4), MACHINE)
+    search = Search(step, Constraints("auto", 4), MACHINE)
     error = infeasible(search, step, MACHINE, 2**20)
     assert "MiB of shards and optimizer states" in str(error)
     assert "world size 8" in error.hint
 
 
-def test_knobs_are_offload_nvme_and_tiles_too() -> None:
+def test_remedies_are_offload_nvme_and_tiles_too() -> None:
     step = step_of([Layer(rows=2**24, stream=2**10, inside=2**10, flops=10**9)] * 4)  # 64 MiB each when whole
-    search = Search(step, Wish(3, 8, bucket_size=2**23, prefetch=0), MACHINE)
+    search = Search(step, Constraints(3, 8, bucket_size=2**23, prefetch=0), MACHINE)
     error = infeasible(search, step, MACHINE, 150 * 2**20)
     assert "of device memory per rank at least and may use 150 MiB" in str(error)
-    knobs = error.hint.removeprefix("what would help: ").split("; ")
-    fitting = [knob for knob in knobs if knob.endswith("then it fits")]
-    assert any(knob.startswith("tiling of large operators (can be planned, not run yet): ") for knob in fitting)
-    alone = [knob for knob in knobs if knob.startswith('offload="parameters", tier="nvme" (can be planned')]
+    remedies = error.hint.removeprefix("what would help: ").split("; ")
+    fitting = [remedy for remedy in remedies if remedy.endswith("then it fits")]
+    assert any(remedy.startswith("tiling of large operators (can be planned, not run yet): ") for remedy in fitting)
+    alone = [remedy for remedy in remedies if remedy.startswith('offload="parameters", tier="nvme" (can be planned')]
     assert len(alone) == 1 and " less, " in alone[0]
-    runs = Search(step, replace(search.wish, executable=Executable(())), MACHINE)
+    runs = Search(step, replace(search.constraints, executable=Executable(())), MACHINE)
     hint = infeasible(runs, step, MACHINE, 150 * 2**20).hint
     assert "tile= for large linear layers: " in hint and "tiling of" not in hint
 
@@ -60,8 +60,8 @@ def test_knobs_are_offload_nvme_and_tiles_too() -> None:
 @pytest.mark.parametrize(("tier", "kind"), [("host", "master copy and states"), ("nvme", "master copy and states")])
 def test_every_tier_may_be_the_short_one(tier: Tier, kind: str) -> None:
     step = step_of([Layer(rows=2**24)] * 4)
-    wish = Wish("auto", 8, bucket_size=2**26, offload="parameters", tier=tier)
-    search = Search(step, wish, MACHINE)
+    constraints = Constraints("auto", 8, bucket_size=2**26, offload="parameters", tier=tier)
+    search = Search(step, constraints, MACHINE)
     budget: dict[Tier, int] = {"device": 80 * 10**9, "host": 10**9, "nvme": 10**9} | {tier: 10 * 2**20}
     error = infeasible(search, step, MACHINE, budget)
     first, second = str(error).split("\n\n")[0].splitlines()
@@ -74,7 +74,7 @@ def test_every_tier_may_be_the_short_one(tier: Tier, kind: str) -> None:
 
 def test_what_is_needed_of_a_tier_is_what_the_formulas_say() -> None:
     step = step_of([Layer(rows=2**24)] * 4)
-    search = Search(step, Wish("auto", 8, bucket_size=2**26, offload="parameters", tier="nvme"), MACHINE)
+    search = Search(step, Constraints("auto", 8, bucket_size=2**26, offload="parameters", tier="nvme"), MACHINE)
     error = infeasible(search, step, MACHINE, {"device": 80 * 10**9, "host": 10**9, "nvme": 0})
     assert "needs 128 MiB of nvme memory" in str(error)  # 64 M parameters of 4 + 4 + 8 bytes over 8 ranks
 
@@ -83,7 +83,7 @@ def test_what_is_needed_of_a_tier_is_what_the_formulas_say() -> None:
 def test_the_plan_that_is_told_about_is_less_over_than_any_that_offloads_all() -> None:
     """Device and host are both short: plans that spread over both beat those that fill one of them."""
     step = step_of([Layer(rows=2**24)] * 3)
-    search = Search(step, Wish("auto", 8, offload="auto"), MACHINE)
+    search = Search(step, Constraints("auto", 8, offload="auto"), MACHINE)
     budget: dict[Tier, int] = {"device": 100 * 2**20, "host": 2**20, "nvme": 2**20}
     closest, most = search.closest(budget), (100 * 2**20, 2**20, 2**20)
     assert search.within(budget) is None
@@ -111,7 +111,7 @@ def searches(draw: st.DrawFn) -> tuple[Search, Step, dict[Tier, int], list[Layer
     kinds = st.sampled_from([(True, True), (True, True), (False, True)])
     step = of_kinds(step_of(layers), [(draw(kinds)[0] and stage != 0, True) for _ in layers])
     offload = draw(st.sampled_from(["none", "optimizer", "auto"])) if stage != 0 else "none"
-    wish = Wish(
+    constraints = Constraints(
         stage,
         draw(st.sampled_from([2, 4, 8, 16])),
         bucket_size=draw(st.sampled_from([None, 2**24])),
@@ -120,7 +120,7 @@ def searches(draw: st.DrawFn) -> tuple[Search, Step, dict[Tier, int], list[Layer
         offload=offload,
         tier="host" if offload == "optimizer" else None,
     )
-    search = Search(step, wish, MACHINE, work=5_000)
+    search = Search(step, constraints, MACHINE, work=5_000)
     least = [min(c.peaks[i] for c in search.best) for i in range(3)]
     shares = [draw(st.floats(0.3, 0.95)), draw(st.floats(0.3, 2)), draw(st.floats(0.3, 2))]
     sizes = [int(size * share) for size, share in zip(least, shares, strict=True)]
@@ -140,13 +140,13 @@ def test_what_is_said_to_fit_then_does_fit_when_it_is_done(
             if change.text.startswith("half the batch"):
                 half = [replace(x, stream=x.stream // 2, inside=x.inside // 2, flops=x.flops // 2) for x in layers]
                 done = of_kinds(step_of(half), [(p.sharded, p.trainable) for p in step.params])
-            again = Search(done, change.wish, MACHINE, states=states, work=5_000)
+            again = Search(done, change.constraints, MACHINE, states=states, work=5_000)
             assert again.within(change.budget) is not None, change.text
 
 
 def test_twice_the_ranks_share_one_host() -> None:
     step = step_of([Layer(rows=2**24)] * 4)
-    search = Search(step, Wish("auto", 4, offload="optimizer", tier="host"), MACHINE)
+    search = Search(step, Constraints("auto", 4, offload="optimizer", tier="host"), MACHINE)
     budget: dict[Tier, int] = {"device": 10**12, "host": 150 * 2**20, "nvme": 0}  # of 258 MiB on each of 4
     error = infeasible(search, step, MACHINE, budget)
     assert "world size 8: 129 MiB less, not enough alone" in error.hint
@@ -154,7 +154,7 @@ def test_twice_the_ranks_share_one_host() -> None:
 
 def test_stage_0_is_told_to_shard() -> None:
     step = of_kinds(step_of([Layer(rows=2**20, stream=1024, inside=4096)] * 4), [(False, True)] * 4)
-    error = infeasible(Search(step, Wish(0, 8), MACHINE), step, MACHINE, 40 * 2**20)
+    error = infeasible(Search(step, Constraints(0, 8), MACHINE), step, MACHINE, 40 * 2**20)
     assert 'stage="auto": ' in error.hint and "then it fits" in error.hint
 
 
@@ -162,7 +162,7 @@ def test_the_error_of_a_deep_step_comes_in_a_moment() -> None:
     """In tasks that every change simulates; each takes up to 10 us of a processor that others share."""
     step = transformer(layers=64, hidden=8192, tokens=4096)
     search, budget = (
-        Search(step, Wish(3, 8, bucket_size=2**25, prefetch=1), MACHINE),
+        Search(step, Constraints(3, 8, bucket_size=2**25, prefetch=1), MACHINE),
         {"device": 2**30, "host": 2**30, "nvme": 2**30},
     )
     work = 0

@@ -21,7 +21,7 @@ from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles,
 from zerograph.planner.profile.optimizer import with_updates
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.programs.rules import plan_step
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 
 pytestmark = pytest.mark.costly
 
@@ -155,7 +155,7 @@ def test_numbers_of_tiles_are_few_and_enough() -> None:
 
 def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
     step = with_head()
-    search = Search(step, Wish("auto", WORLD, tile=True), GPU)
+    search = Search(step, Constraints("auto", WORLD, tile=True), GPU)
     whole, parts = search.best[-1], search.best[0]
     assert whole.plan.loss_tiles == 1
     assert parts.plan.loss_tiles == MOST_LOSS_TILES
@@ -165,7 +165,7 @@ def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
     forecast, holdings = forecast_sketch(parts.space.scheduler, parts.plan)
     assert "head and loss in 64 tiles" in PlanFile("any", parts.plan, GPU, {}, forecast, holdings).unexecuted
     assert check_plan(step, parts.plan) == []
-    untiled = Search(step, Wish("auto", WORLD), GPU)
+    untiled = Search(step, Constraints("auto", WORLD), GPU)
     assert {c.plan.loss_tiles for c in untiled.best} == {1}
     assert untiled.best[0].peak > LOGITS
 
@@ -182,7 +182,7 @@ def test_tiles_of_a_loss_that_is_not_there_are_found() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", ["auto", "optimizer"])
 def test_more_memory_is_never_slower_with_tiles_of_the_loss(offload: str) -> None:
-    search = Search(with_head(), Wish("auto", WORLD, offload=offload), GPU)  # type: ignore[arg-type]
+    search = Search(with_head(), Constraints("auto", WORLD, offload=offload), GPU)  # type: ignore[arg-type]
     assert {c.plan.loss_tiles for c in search.best} > {1}
     low, high = search.best[0].peak, search.best[-1].peak
     last = float("inf")
@@ -197,8 +197,8 @@ def test_more_memory_is_never_slower_with_tiles_of_the_loss(offload: str) -> Non
 def test_what_is_left_open_is_never_slower_than_what_is_fixed(recompute: str | float) -> None:
     """With the loss in tiles, too: single activations and kept buckets are as free as where it is whole."""
     step = with_head(layers=12)
-    search = Search(step, Wish("auto", WORLD, tile=True), GPU)
-    fixed = Search(step, Wish("auto", WORLD, tile=True, recompute=recompute), GPU)  # type: ignore[arg-type]
+    search = Search(step, Constraints("auto", WORLD, tile=True), GPU)
+    fixed = Search(step, Constraints("auto", WORLD, tile=True, recompute=recompute), GPU)  # type: ignore[arg-type]
     assert any(c.plan.loss_tiles > 1 and any(c.space.scheduler.levels(c.plan)) for c in search.best)
     low, high = search.best[0].peak, fixed.best[-1].peak
     for share in range(21):

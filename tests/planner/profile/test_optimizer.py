@@ -19,7 +19,7 @@ from zerograph.planner.profile.regions import profile
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 
 KINDS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=3)
 
@@ -50,8 +50,10 @@ def test_nothing_is_counted_twice(kinds: list[tuple[bool, bool]]) -> None:
     step = with_updates(bare, 2, 2)
     assert profile(step) == profile(bare)
     assert sum(op.flops for op in step.ops) == sum(op.flops for op in bare.ops)
-    wish, machine = Wish("auto", 2), machine_named("cpu")
-    assert [c.plan for c in Search(step, wish, machine).best] == [c.plan for c in Search(bare, wish, machine).best]
+    constraints, machine = Constraints("auto", 2), machine_named("cpu")
+    assert [c.plan for c in Search(step, constraints, machine).best] == [
+        c.plan for c in Search(bare, constraints, machine).best
+    ]
 
 
 def test_an_update_reads_the_shard_its_gradient_and_states_and_writes_all_but_the_gradient() -> None:

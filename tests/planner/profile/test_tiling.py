@@ -18,7 +18,7 @@ from zerograph.planner import plan_step
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.explain.replay import replay
 from zerograph.planner.profile.tiling import apart, in_loops, looped, refuse_unknown, tiles_wanted
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 
 
 def _step() -> Step:
@@ -84,8 +84,8 @@ def test_each_has_a_bucket_of_its_own_in_the_order_of_use() -> None:
 def test_a_search_keeps_to_what_is_fixed() -> None:
     step, machine = _step(), machine_named("cpu")
     for stage, (wanted, number) in product((3, "auto"), ((4, 4), ({"*": 2}, 2), ("off", 1))):
-        wish = Wish.of(Config.of(stage=stage, tile=wanted, bucket_size=4, memory="1GiB"), 2)
-        plan = Search(step, wish, machine).best[0].plan
+        constraints = Constraints.of(Config.of(stage=stage, tile=wanted, bucket_size=4, memory="1GiB"), 2)
+        plan = Search(step, constraints, machine).best[0].plan
         assert not list(plan.mistakes())
         assert {b.tiles for b in plan.buckets if len(b.params[0].shape) > 1} == {number}
 

@@ -18,7 +18,7 @@ from zerograph.planner.explain.check import check_plan
 from zerograph.planner.explain.replay import restricted_to_step
 from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, in_token_tiles, with_token_tiles
 from zerograph.planner.programs.rules import plan_step
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 
 GPU, WORLD, MIB = machine_named("h100-80gb"), 2, 2**20
 STREAM, INSIDE, ROWS, WEIGHT = 10**7, 10**9, 2**20, 2**28
@@ -83,9 +83,9 @@ def test_a_tile_of_what_is_inside_is_held_and_weights_are_read_by_each() -> None
 
 def test_with_less_memory_than_one_layer_takes_tokens_are_in_tiles() -> None:
     step = wide()
-    whole = Search(step, Wish(3, WORLD, recompute="full"), GPU)
+    whole = Search(step, Constraints(3, WORLD, recompute="full"), GPU)
     assert {c.plan.token_tiles for c in whole.best} == {1}
-    parts = Search(step, Wish(3, WORLD, tokens="auto"), GPU)
+    parts = Search(step, Constraints(3, WORLD, tokens="auto"), GPU)
     assert {c.plan.token_tiles for c in parts.best} == {1, *TOKEN_TILES}
     budget = whole.smallest.peak - INSIDE
     assert whole.within(budget) is None
@@ -102,9 +102,9 @@ def test_with_less_memory_than_one_layer_takes_tokens_are_in_tiles() -> None:
 
 def test_tiles_of_tokens_that_were_told_are_searched_alone() -> None:
     step = wide()
-    told = Wish.of(Config.of(stage=3, token_tiles=8, memory="80GiB"), WORLD)
+    told = Constraints.of(Config.of(stage=3, token_tiles=8, memory="80GiB"), WORLD)
     assert {c.plan.token_tiles for c in Search(step, told, GPU).best} == {8}
-    one = Wish.of(Config.of(stage=3, token_tiles=1, memory="80GiB"), WORLD)
+    one = Constraints.of(Config.of(stage=3, token_tiles=1, memory="80GiB"), WORLD)
     assert {c.plan.token_tiles for c in Search(step, one, GPU).best} == {1}
 
 

@@ -14,16 +14,16 @@ from planner.steps import transformer
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.search.few_layers import by_few_layers
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 
-OPEN = Wish("auto", 16, offload="auto")
+OPEN = Constraints("auto", 16, offload="auto")
 DGX2 = machine_named("v100-32gb-dgx2")
 LAYERS = 40
 
 
 @cache
-def searched(wish: Wish = OPEN) -> Search:
-    return Search(transformer(LAYERS, 12288, 4096), wish, DGX2)
+def searched(constraints: Constraints = OPEN) -> Search:
+    return Search(transformer(LAYERS, 12288, 4096), constraints, DGX2)
 
 
 def budget(*shares: float) -> dict[Tier, int]:
@@ -32,16 +32,16 @@ def budget(*shares: float) -> dict[Tier, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "wish",
+    "constraints",
     [
         replace(OPEN, prefetch=0),
         replace(OPEN, offload="optimizer"),
         replace(OPEN, stage=3),
     ],
 )
-def test_fixing_something_does_not_help(wish: Wish) -> None:
+def test_fixing_something_does_not_help(constraints: Constraints) -> None:
     for shares in ((1, 1, 1), (0.7, 1, 1), (1, 0.3, 1)):
-        best, found = searched().within(budget(*shares)), searched(wish).within(budget(*shares))
+        best, found = searched().within(budget(*shares)), searched(constraints).within(budget(*shares))
         assert found is None or (best is not None and best.seconds <= found.seconds)
 
 

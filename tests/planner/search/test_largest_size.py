@@ -17,7 +17,7 @@ from zerograph.core.errors import SizeError
 from zerograph.core.machine import Tier, machine_named
 from zerograph.core.step import Step
 from zerograph.planner.search.largest_size import largest_size
-from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.search import Constraints, Search
 
 MACHINE = machine_named("h100-80gb")
 LAYERS = [Layer(rows=10**5, stream=4096, inside=16384)] * 3
@@ -39,7 +39,7 @@ class Asked:
         if size > self.most:
             raise SizeError(f"no more than {self.most}", "a hint")
         self.sizes.append(size)
-        return Search(sized(size, self.squared), Wish(3, 8, 4096, 1), MACHINE)
+        return Search(sized(size, self.squared), Constraints(3, 8, 4096, 1), MACHINE)
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -87,7 +87,7 @@ def test_without_any_step_there_is_no_answer() -> None:
 @given(device=st.integers(3 * 10**6, 3 * 10**7), host=st.integers(10**6, 10**8), start=st.integers(1, 500))
 def test_over_several_tiers_the_largest_fits_and_the_next_does_not(device: int, host: int, start: int) -> None:
     def search(size: int) -> Search:
-        return Search(sized(size), Wish(3, 8, 4096, 1, offload="auto", tier="host"), MACHINE, work=300)
+        return Search(sized(size), Constraints(3, 8, 4096, 1, offload="auto", tier="host"), MACHINE, work=300)
 
     budget: dict[Tier, int] = {"device": device, "host": host}
     found = largest_size(search, budget, start)

@@ -17,12 +17,12 @@ from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
 from zerograph.planner.explain.reasons import under_way
 from zerograph.planner.programs.forecasts import forecast_sketch
-from zerograph.planner.search.search import MOST_TILES, Search, Wish
-from zerograph.planner.search.space import Candidate
+from zerograph.planner.search.search import MOST_TILES, Constraints, Search
+from zerograph.planner.search.search_space import Candidate
 
 MIB = 2**20
 GPU = machine_named("h100-80gb")
-TILED = Wish(3, 64, bucket_size=8 * MIB, prefetch=0, recompute="full", tile=True)
+TILED = Constraints(3, 64, bucket_size=8 * MIB, prefetch=0, recompute="full", tile=True)
 
 
 ROWS = [MIB, 64 * MIB, 4 * MIB, 8 * MIB]
@@ -88,7 +88,7 @@ def test_tiles_are_within_5_percent_of_brute_force(rows: list[int], inside: int,
 # Gathers that wait ---------------------------------------------------------------------------------------------------
 
 STEEP = [Layer(rows=r, stream=1024, inside=i, flops=10**12) for r, i in [(40 * MIB, 1024)] * 3 + [(40 * MIB, 10**9)]]
-AHEAD = Wish(3, 8, bucket_size=8 * MIB, prefetch=2, recompute="none")
+AHEAD = Constraints(3, 8, bucket_size=8 * MIB, prefetch=2, recompute="none")
 
 
 def test_a_gather_waits_where_memory_is_short_and_nowhere_else() -> None:
@@ -148,7 +148,7 @@ def test_more_reductions_are_under_way_where_one_is_longer_than_a_layer() -> Non
     few, many = Layer(rows=10**6, inside=10**6, flops=10**12), Layer(rows=10**8, inside=10**6, flops=10**10)
     step = step_of([few, few, many, many, few, few, few, few])
     machine = machine_named("h100-80gb").with_precision("high")
-    search = Search(step, Wish("auto", 8, bucket_size=2**20, prefetch=4), machine)
+    search = Search(step, Constraints("auto", 8, bucket_size=2**20, prefetch=4), machine)
     chosen = [c for c in search.best if c.plan.reductions > 1]
     assert chosen
     for candidate in chosen:

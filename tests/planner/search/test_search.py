@@ -21,14 +21,14 @@ from zerograph.core.slots import SLOT, SLOTS
 from zerograph.core.step import Step
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.programs.sketch import sketch
-from zerograph.planner.search import knobs
-from zerograph.planner.search.search import Search, Wish, limits
-from zerograph.planner.search.space import Candidate, frontier
+from zerograph.planner.search import decisions
+from zerograph.planner.search.search import Constraints, Search, limits
+from zerograph.planner.search.search_space import Candidate, frontier
 from zerograph.sim.simulate import simulate
 
 MACHINE = machine_named("h100-80gb")
 DGX2 = machine_named("v100-32gb-dgx2")
-WISH = Wish("auto", world_size=8, bucket_size=4096, prefetch=1)
+WISH = Constraints("auto", world_size=8, bucket_size=4096, prefetch=1)
 
 # Seconds of a product and of a gather are of the same order, and so are bytes of parameters and activations.
 _LAYER = st.builds(
@@ -48,7 +48,9 @@ _MIXED = st.lists(st.tuples(_LAYER, st.integers(1, 8)), min_size=1, max_size=4).
 def every(search: Search) -> list[Candidate]:
     """All residencies and recomputations of the search's first space."""
     space = search.spaces[0]
-    return [space.of(plan) for plan in knobs.every([knobs.residency(space), knobs.levels(space)], space.plan)]
+    return [
+        space.of(plan) for plan in decisions.every([decisions.residency(space), decisions.levels(space)], space.plan)
+    ]
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -129,11 +131,11 @@ def test_budgets_in_between_mix_residencies_and_recomputation() -> None:
 def test_what_the_user_fixed_stays() -> None:
     step = step_of([Layer(rows=40_000_000, inside=10**8)] * 6)
     for stage, residency in ((1, "step"), (3, "use")):
-        search = Search(step, Wish(stage, 8, recompute="full"), MACHINE)  # type: ignore[arg-type]
+        search = Search(step, Constraints(stage, 8, recompute="full"), MACHINE)  # type: ignore[arg-type]
         assert {c.plan.stage for c in search.best} == {stage}
         assert {b.residency for c in search.best for b in c.plan.buckets} == {residency}
         assert {len(c.plan.recompute) for c in search.best} == {6}
-    search = Search(step, Wish("auto", 8, bucket_size=2**30, prefetch=3, recompute="none"), MACHINE)
+    search = Search(step, Constraints("auto", 8, bucket_size=2**30, prefetch=3, recompute="none"), MACHINE)
     assert {(c.plan.prefetch, c.plan.save_others, c.plan.recompute) for c in search.best} == {(3, True, ())}
 
 
@@ -149,7 +151,7 @@ def test_a_step_of_100_layers_is_planned_in_a_moment() -> None:
     seconds = []
     for _ in range(3):
         start = time.process_time()
-        found = Search(step, Wish("auto", 1024), MACHINE).within(12 * 10**9)
+        found = Search(step, Constraints("auto", 1024), MACHINE).within(12 * 10**9)
         seconds.append(time.process_time() - start)
         assert found is not None
     assert min(seconds) < 1.0
@@ -192,13 +194,17 @@ def test_offload_to_one_tier_is_within_5_percent_of_brute_force(
     compare(step_of(layers), replace(OFFLOAD, recompute="none"), NO_NVME, shares)
 
 
-def compare(step: Step, wish: Wish, machine: Machine, shares: list[tuple[float, float, float]]) -> None:
-    search = Search(step, wish, machine)
+def compare(step: Step, constraints: Constraints, machine: Machine, shares: list[tuple[float, float, float]]) -> None:
+    search = Search(step, constraints, machine)
     (space,) = search.spaces
-    turned = [knobs.residency(space), knobs.homes(space, search.homes), knobs.layers_away(space, search.tiers)]
-    if wish.recompute == "auto":
-        turned.append(knobs.levels(space))
-    everything = frontier(space.of(plan) for plan in knobs.every(turned, space.plan))
+    several = [
+        decisions.residency(space),
+        decisions.homes(space, search.homes),
+        decisions.layers_away(space, search.tiers),
+    ]
+    if constraints.recompute == "auto":
+        several.append(decisions.levels(space))
+    everything = frontier(space.of(plan) for plan in decisions.every(several, space.plan))
     for budget in budgets(everything, shares):
         best = min((c.seconds for c in everything if c.fits(limits(budget))), default=None)
         found = search.within(budget)
@@ -226,7 +232,7 @@ def test_more_of_any_tier_is_never_worse_and_peaks_fit(
 def test_offload_never_makes_plans_slower_that_stay_on_the_device() -> None:
     """Also where plans that leave it are too many to look at with one thing fixed."""
     step = step_of([Layer(rows=40_000_000, stream=10**7, inside=10**8, flops=10**12)] * 33)
-    plain, wider = (Search(step, Wish("auto", 8, offload=offload), MACHINE) for offload in ("none", "auto"))  # type: ignore[arg-type]
+    plain, wider = (Search(step, Constraints("auto", 8, offload=offload), MACHINE) for offload in ("none", "auto"))  # type: ignore[arg-type]
     for candidate in plain.best:
         found = wider.within({"device": candidate.peak})
         assert found is not None and found.seconds <= candidate.seconds
@@ -239,8 +245,8 @@ def test_fixing_something_never_helps(
 ) -> None:
     step, offload = step_of(layers), data.draw(st.sampled_from(["none", "auto"]))
     machine = data.draw(st.sampled_from([MACHINE, NO_NVME, machine_named("cpu"), DGX2]))
-    wish = Wish("auto", 8, offload=offload)  # type: ignore[arg-type]
-    search = Search(step, wish, machine, work=2_000)
+    constraints = Constraints("auto", 8, offload=offload)  # type: ignore[arg-type]
+    search = Search(step, constraints, machine, work=2_000)
     one = data.draw(st.sampled_from(list(search.with_one_fixed())))
     fixed = Search(step, one, machine, work=2_000)
     for budget in budgets([*search.best, *fixed.best], shares):
@@ -256,8 +262,11 @@ def test_fixing_something_never_helps(
 @given(layers=st.one_of(_SMALL, _MIXED))
 def test_another_tier_never_makes_a_plan_slower(layers: list[Layer]) -> None:
     """More tiers are more plans: what fits without is still looked at."""
-    step, wish = step_of(layers), replace(WISH, bucket_size=2**26)
-    plain, wider = Search(step, wish, MACHINE), Search(step, replace(wish, offload="auto"), MACHINE, work=10_000)
+    step, constraints = step_of(layers), replace(WISH, bucket_size=2**26)
+    plain, wider = (
+        Search(step, constraints, MACHINE),
+        Search(step, replace(constraints, offload="auto"), MACHINE, work=10_000),
+    )
     for candidate in plain.best:
         budget: dict[Tier, int] = {"device": candidate.peak}
         found = wider.within(budget)
@@ -268,8 +277,8 @@ def test_another_tier_never_makes_a_plan_slower(layers: list[Layer]) -> None:
 @given(layers=st.one_of(_SMALL, _MIXED), offload=st.sampled_from(["optimizer", "parameters", "auto"]))
 def test_a_backend_is_given_what_it_can_execute(layers: list[Layer], offload: Any) -> None:
     cpu, runs = machine_named("cpu"), Executable.on(machine_named("cpu"))
-    wish = replace(WISH, offload=offload, executable=runs)
-    search = Search(step_of(layers), wish, cpu)
+    constraints = replace(WISH, offload=offload, executable=runs)
+    search = Search(step_of(layers), constraints, cpu)
     assert not any(runs.missing(candidate.plan) for candidate in search.best)
     away = {tier for c in search.best for b in c.plan.buckets for tier in b.homes.away}
     assert away == {"nvme"} or offload == "auto"
@@ -277,16 +286,16 @@ def test_a_backend_is_given_what_it_can_execute(layers: list[Layer], offload: An
         found = search.within({"device": 2**60, "nvme": 2**60})
         assert found is not None and {b.homes for b in found.plan.buckets} == {Homes()}
     with pytest.raises(ConfigError, match=f"on {MACHINE.name} nothing can leave the device yet"):
-        Search(step_of(layers), replace(wish, executable=Executable(())), MACHINE)
+        Search(step_of(layers), replace(constraints, executable=Executable(())), MACHINE)
 
 
 @pytest.mark.parametrize(("rows", "slot"), [(2**24, 7 * 4 * 2**21), (2**26, SLOT)])
 def test_slots_count_on_a_cpu_where_states_leave(rows: int, slot: int) -> None:
     """Of 4 bytes for each of seven kinds of the elements that a rank has of the largest bucket, at most."""
-    wish = replace(
+    constraints = replace(
         WISH, bucket_size=2**22, prefetch=0, offload="parameters", executable=Executable.on(machine_named("cpu"))
     )
-    for best in Search(step_of([Layer(rows=rows)] * 2), wish, machine_named("cpu")).best:
+    for best in Search(step_of([Layer(rows=rows)] * 2), constraints, machine_named("cpu")).best:
         assert best.held == SLOTS * slot < best.peak  # beside them nothing is held from step to step
 
 
@@ -308,7 +317,7 @@ def test_offload_that_was_asked_for_is_what_is_planned() -> None:
         assert {h.least_stage for h in homes} == {level + 1}
         assert {h.optimizer for h in homes} == {tier}
     with pytest.raises(ConfigError, match="stage 1 cannot offload parameters"):
-        Search(step, Wish(1, 8, offload="parameters"), MACHINE)
+        Search(step, Constraints(1, 8, offload="parameters"), MACHINE)
     with pytest.raises(ConfigError, match="cpu has no host memory to offload to"):
         Search(step, replace(OFFLOAD, tier="host"), machine_named("cpu"))
 
@@ -316,7 +325,7 @@ def test_offload_that_was_asked_for_is_what_is_planned() -> None:
 @pytest.mark.slow
 def test_large_operators_are_tiled_where_they_do_not_fit_whole() -> None:
     step = step_of([Layer(rows=2**26, stream=1024, inside=1024)] * 2)  # 256 MiB each when whole
-    search = Search(step, Wish("auto", 64, offload="auto"), MACHINE)
+    search = Search(step, Constraints("auto", 64, offload="auto"), MACHINE)
     plans = [c.plan for c in search.best if c.peak < 200 * 2**20]
     assert plans and all(b.tiles > 1 for plan in plans for b in plan.buckets)
     fastest = search.within({"device": 80 * 10**9})
@@ -325,7 +334,7 @@ def test_large_operators_are_tiled_where_they_do_not_fit_whole() -> None:
 
 def test_tiles_are_looked_at_with_the_prefetch_that_was_asked_for() -> None:
     step = step_of([Layer(rows=2**26, stream=1024, inside=1024)] * 2)
-    search = Search(step, Wish("auto", 64, offload="auto", prefetch=2), MACHINE)
+    search = Search(step, Constraints("auto", 64, offload="auto", prefetch=2), MACHINE)
     assert any(b.tiles > 1 for c in search.best for b in c.plan.buckets)
     assert {c.plan.prefetch for c in search.best} == {2}
 
@@ -333,7 +342,7 @@ def test_tiles_are_looked_at_with_the_prefetch_that_was_asked_for() -> None:
 def test_offload_of_a_step_of_100_layers_is_planned_in_bounded_work() -> None:
     """Counted in work: seconds depend on what shares the processor, and were over any bound beside other tests."""
     step = step_of([Layer(rows=4_000_000, stream=10**7, inside=10**8, flops=10**12)] * 100)
-    search = Search(step, Wish("auto", 8, offload="auto"), MACHINE)
+    search = Search(step, Constraints("auto", 8, offload="auto"), MACHINE)
     assert search.within({"device": 10**9, "host": 250 * 10**9}) is not None
     assert search.within({"device": 10**9}) is None
     assert sum(space.work for space in search.spaces) < 300_000  # tasks, of 5 us or so
@@ -344,7 +353,7 @@ def test_a_trillion_parameters_fit_one_dgx2() -> None:
     """As ZeRO-Infinity has it (Rajbhandari et al. 2021): nothing but a deep step's depth stood in the way."""
     step = transformer(layers=128, hidden=25600, tokens=12 * 1024)
     assert sum(p.elements for p in step.params) > 10**12
-    search = Search(step, Wish("auto", 16, offload="auto"), DGX2)
+    search = Search(step, Constraints("auto", 16, offload="auto"), DGX2)
     found = search.within(DGX2.budget(16, 0.06))
     assert found is not None and {b.homes.optimizer for b in found.plan.buckets} == {"nvme"}
     assert len(found.plan.buckets) == 512

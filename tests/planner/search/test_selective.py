@@ -23,9 +23,9 @@ from zerograph.planner.profile.liveness import Graph, saved
 from zerograph.planner.profile.regions import profile
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
-from zerograph.planner.search.search import WORK, Search, Wish
+from zerograph.planner.search.search import WORK, Constraints, Search
+from zerograph.planner.search.search_space import Candidate
 from zerograph.planner.search.selective import STOPS, stops
-from zerograph.planner.search.space import Candidate
 
 GPU, WORLD = machine_named("h100-80gb"), 8
 RATES = Rates(GPU, WORLD, "float32")
@@ -115,12 +115,12 @@ def levels(found: Candidate) -> tuple[int, ...]:
 
 def test_levels_are_read_back_from_the_plan_that_they_make() -> None:
     step = step_of([Layer(inside=10**8, flops=10**13)] * 4)
-    search = Search(step, Wish("auto", WORLD), GPU)
+    search = Search(step, Constraints("auto", WORLD), GPU)
     chosen = [c for c in search.best if 1 in levels(c)]
     assert chosen
     for candidate in chosen:
         plan = Plan.from_json(candidate.plan.to_json())
-        assert search.ways[0].profile.levels(plan.recompute, plan.save) == levels(candidate)
+        assert search.variants[0].profile.levels(plan.recompute, plan.save) == levels(candidate)
         again = profile_of(step, plan)
         assert [again.levels(plan.recompute, plan.save).count(level) for level in (0, 1)] == [
             levels(candidate).count(0),
@@ -132,8 +132,8 @@ def test_levels_are_read_back_from_the_plan_that_they_make() -> None:
 def test_what_is_cheap_to_recompute_is_not_saved(layers: int) -> None:
     """Recomputing whole layers would cost a product each; half of what they save comes back for almost nothing."""
     step = step_of([Layer(inside=10**8, flops=10**13)] * layers)
-    fastest = Search(step, Wish("auto", WORLD), GPU).best[-1]
-    everything = Search(step, Wish("auto", WORLD, recompute="none"), GPU).best[-1]
+    fastest = Search(step, Constraints("auto", WORLD), GPU).best[-1]
+    everything = Search(step, Constraints("auto", WORLD, recompute="none"), GPU).best[-1]
     assert fastest.plan.save == tuple(f"blocks.{i}:up" for i in range(layers))
     assert fastest.seconds < everything.seconds * 1.001
     assert fastest.peak <= everything.peak - (layers - 1) * 10**8
@@ -142,7 +142,7 @@ def test_what_is_cheap_to_recompute_is_not_saved(layers: int) -> None:
 def test_what_is_fixed_is_not_chosen() -> None:
     step = step_of([Layer(inside=10**8, flops=10**13)] * 6)
     for recompute in ("none", "full", 0.5):
-        search = Search(step, Wish("auto", WORLD, recompute=recompute), GPU)  # type: ignore[arg-type]
+        search = Search(step, Constraints("auto", WORLD, recompute=recompute), GPU)  # type: ignore[arg-type]
         assert {c.plan.save for c in search.best} == {()}
 
 
@@ -150,7 +150,7 @@ def test_one_activation_leaves_the_device_where_that_is_enough() -> None:
     """All copies that hide behind the compute are free; of the first layer only one hides."""
     machine = replace(GPU, nvme_capacity=0)
     step = step_of([Layer(stream=10**8, inside=10**9, flops=10**13)] * 3)
-    search = Search(step, Wish("auto", WORLD, offload="auto", tile=False), machine)
+    search = Search(step, Constraints("auto", WORLD, offload="auto", tile=False), machine)
     alone = [c for c in search.best if c.plan.offload == (("blocks.0:up", "host"),)]
     assert alone
     fastest = search.best[-1]
@@ -162,7 +162,7 @@ def test_one_activation_leaves_the_device_where_that_is_enough() -> None:
 def test_activations_begin_to_come_back_early_where_one_layer_is_too_short() -> None:
     """A read from NVMe and a copy to the device follow one another: together they take longer than one layer."""
     step = step_of([Layer(stream=10**7, inside=2 * 10**8, flops=10**12)] * 16)
-    search = Search(step, Wish("auto", WORLD, offload="auto", tier="nvme", recompute="none"), GPU)
+    search = Search(step, Constraints("auto", WORLD, offload="auto", tier="nvme", recompute="none"), GPU)
     early = [c for c in search.best if c.plan.fetch_ahead > 1]
     assert early
     for candidate in early:
@@ -174,7 +174,7 @@ def test_activations_begin_to_come_back_early_where_one_layer_is_too_short() -> 
 def test_a_deep_step_of_one_bucket_is_searched_in_bounds() -> None:
     """Few buckets are not few activations: single changes of all of these would be simulated for each plan."""
     step = step_of([Layer(rows=1024, stream=10**7, inside=10**8, flops=10**12)] * 96)
-    search = Search(step, Wish("auto", WORLD, bucket_size=2**40, prefetch=1, offload="auto"), GPU)
+    search = Search(step, Constraints("auto", WORLD, bucket_size=2**40, prefetch=1, offload="auto"), GPU)
     assert sum(space.work for space in search.spaces) < 5 * WORK
 
 

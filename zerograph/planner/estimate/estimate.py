@@ -18,7 +18,7 @@ from zerograph.planner.estimate.sizes import ModelSize
 from zerograph.planner.estimate.strategy import Activations, Stage, Strategy, placements
 from zerograph.planner.estimate.training import Training
 from zerograph.planner.programs.homes import open_tiers
-from zerograph.planner.search.space import overrun
+from zerograph.planner.search.search_space import overrun
 
 TILES = (1, 8, 64)
 RESERVE = 0.06

@@ -21,8 +21,8 @@ from zerograph.core.units import format_bytes
 from zerograph.planner.estimate.shortage import Remedy, ranked
 from zerograph.planner.profile.regions import Life, Profile, Work
 from zerograph.planner.programs.forecasts import KINDS, forecast_sketch
-from zerograph.planner.search.search import BUCKET_SIZES, Search, Way, Wish, limits, smallest
-from zerograph.planner.search.space import Candidate, overrun
+from zerograph.planner.search.search import BUCKET_SIZES, Constraints, Search, Variant, limits, smallest
+from zerograph.planner.search.search_space import Candidate, overrun
 
 _PLANNED = " (can be planned, not run yet)"
 
@@ -35,21 +35,21 @@ class Change:
 
     Attributes:
         text: for people.
-        step, wish, budget: what is then searched.
+        step, constraints, budget: what is then searched.
         states: bytes on the device between steps.
-        ways: of ``step``, where they are known.
+        variants: of ``step``, where they are known.
     """
 
     text: str
     step: Step
-    wish: Wish
+    constraints: Constraints
     budget: Budget
     states: int
-    ways: Sequence[Way] = ()
+    variants: Sequence[Variant] = ()
 
     def smallest(self, machine: Machine, moments: int) -> list[Candidate]:
         """Plans of which one overruns the budget the least: a search finds no worse ones."""
-        return smallest(self.step, self.wish, machine, self.states, moments, self.ways)
+        return smallest(self.step, self.constraints, machine, self.states, moments, self.variants)
 
 
 def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> InfeasibleError:
@@ -133,44 +133,44 @@ def _turn(change: Change, search: Search, machine: Machine, need: int, short: in
 
 def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Iterator[Change]:
     """Every single change of what the user fixed, of the batch, and of the world."""
-    wish, states = search.wish, search.states
-    for text, changed in (*_fixed(wish), *_placements(wish, machine)):
+    constraints, states = search.constraints, search.states
+    for text, changed in (*_fixed(constraints), *_placements(constraints, machine)):
         # Ways hold what is saved and tiled; where a change touches neither, counting them again would give the same.
-        same = changed.recompute == wish.recompute and changed.tiles == wish.tiles
-        yield Change(text, step, changed, budget, states, search.ways if same else ())
-    if wish.stage == 0 and wish.world_size > 1:
+        same = changed.recompute == constraints.recompute and changed.tiles == constraints.tiles
+        yield Change(text, step, changed, budget, states, search.variants if same else ())
+    if constraints.stage == 0 and constraints.world_size > 1:
         yield _sharded(search, step, budget)
-    elif wish.stage != 0:
+    elif constraints.stage != 0:
         yield _wider(search, step, machine, budget)
-    halved = [way._replace(profile=_halved(way.profile)) for way in search.ways]
-    yield Change("half the batch, if activations shrink with it", step, wish, budget, states, halved)
+    halved = [variant._replace(profile=_halved(variant.profile)) for variant in search.variants]
+    yield Change("half the batch, if activations shrink with it", step, constraints, budget, states, halved)
 
 
-def _fixed(wish: Wish) -> Iterator[tuple[str, Wish]]:
-    if wish.recompute not in ("auto", "full"):
-        yield 'recompute="full"', replace(wish, recompute="full")
-    if wish.stage in (1, 2):
-        yield 'stage="auto"', replace(wish, stage="auto")
-    if wish.bucket_size is not None and wish.bucket_size > BUCKET_SIZES[0]:
+def _fixed(constraints: Constraints) -> Iterator[tuple[str, Constraints]]:
+    if constraints.recompute not in ("auto", "full"):
+        yield 'recompute="full"', replace(constraints, recompute="full")
+    if constraints.stage in (1, 2):
+        yield 'stage="auto"', replace(constraints, stage="auto")
+    if constraints.bucket_size is not None and constraints.bucket_size > BUCKET_SIZES[0]:
         size = BUCKET_SIZES[0]
-        yield f'bucket_size="{format_bytes(size).replace(" ", "")}"', replace(wish, bucket_size=size)
-    if wish.prefetch:
-        yield "prefetch=0", replace(wish, prefetch=0)
+        yield f'bucket_size="{format_bytes(size).replace(" ", "")}"', replace(constraints, bucket_size=size)
+    if constraints.prefetch:
+        yield "prefetch=0", replace(constraints, prefetch=0)
 
 
 def _sharded(search: Search, step: Step, budget: Budget) -> Change:
     """A stage that shards, for a step that was traced with whole parameters."""
-    wish = replace(search.wish, stage="auto")
-    world = wish.world_size
+    constraints = replace(search.constraints, stage="auto")
+    world = constraints.world_size
     params = tuple(replace(p, sharded=bool(p.shape) and p.shape[0] >= world) for p in step.params)
     states = search.states + sum(state_bytes(params, world, search.moments))
     states -= sum(state_bytes(step.params, world, search.moments))
-    return Change('stage="auto"', replace(step, params=params), wish, budget, states)
+    return Change('stage="auto"', replace(step, params=params), constraints, budget, states)
 
 
 def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Change:
     """Twice the ranks, which share a host where there is room for them on one."""
-    old = search.wish.world_size
+    old = search.constraints.world_size
     new = 2 * old
     rest = search.states - sum(state_bytes(step.params, old, search.moments))
     if not step.params:
@@ -179,7 +179,9 @@ def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Chan
     if not isinstance(budget, int):
         # More ranks on one host have less of its memory and NVMe each.
         budget = {t: b * machine.capacity(t, new) // max(1, machine.capacity(t, old)) for t, b in budget.items()}
-    return Change(f"world size {new}", step, replace(search.wish, world_size=new), budget, states, search.ways)
+    return Change(
+        f"world size {new}", step, replace(search.constraints, world_size=new), budget, states, search.variants
+    )
 
 
 def _halved(known: Profile) -> Profile:
@@ -202,30 +204,38 @@ def _half(work: Work) -> Work:
     return Work(atoms, replace(work.memory, levels=levels))
 
 
-def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
+def _placements(constraints: Constraints, machine: Machine) -> Iterator[tuple[str, Constraints]]:
     """Every other offload, to each tier there is, and tiles; with a note where the plan need not be executable."""
-    if wish.offload == "none" and not wish.tiles and wish.sharding == 3:
-        runs = wish.executable is not None
+    if constraints.offload == "none" and not constraints.tiles and constraints.sharding == 3:
+        runs = constraints.executable is not None
         yield (
             "tile= for large linear layers" if runs else "tiling of large operators" + _PLANNED,
-            replace(wish, tile=True),
+            replace(constraints, tile=True),
         )
-    if wish.executable is not None and wish.saved is None and wish.offload != "auto":
-        for tier in wish.executable.tiers:
-            if machine.capacity(tier, wish.world_size):
-                yield f'activations="{tier}"', replace(wish, saved=tier)
-    if wish.executable is not None and isinstance(wish.loss, int):
-        yield 'loss_tiles="auto"', replace(wish, loss="auto")
-    if wish.executable is not None and isinstance(wish.tokens, int) and wish.recompute in ("auto", "full"):
-        yield 'token_tiles="auto"', replace(wish, tokens="auto")
-    if wish.offload == "auto":
-        if wish.executable is None and wish.tier is not None:
-            yield "offload to any tier" + _PLANNED, replace(wish, tier=None)
+    if constraints.executable is not None and constraints.saved is None and constraints.offload != "auto":
+        for tier in constraints.executable.tiers:
+            if machine.capacity(tier, constraints.world_size):
+                yield f'activations="{tier}"', replace(constraints, saved=tier)
+    if constraints.executable is not None and isinstance(constraints.loss, int):
+        yield 'loss_tiles="auto"', replace(constraints, loss="auto")
+    if (
+        constraints.executable is not None
+        and isinstance(constraints.tokens, int)
+        and constraints.recompute in ("auto", "full")
+    ):
+        yield 'token_tiles="auto"', replace(constraints, tokens="auto")
+    if constraints.offload == "auto":
+        if constraints.executable is None and constraints.tier is not None:
+            yield "offload to any tier" + _PLANNED, replace(constraints, tier=None)
         return
-    kinds: list[Offload] = [kind for level, kind in enumerate(OFFLOADS) if 0 < level <= wish.sharding]
+    kinds: list[Offload] = [kind for level, kind in enumerate(OFFLOADS) if 0 < level <= constraints.sharding]
     for tier in TIERS[1:]:
-        run = wish.executable is not None and tier in wish.executable.tiers
-        for kind in kinds if machine.capacity(tier, wish.world_size) else ():
-            if (kind, tier) != (wish.offload, wish.tier) and not (wish.offload == kind and wish.tier is None):
-                other = replace(wish, offload=kind, tier=tier, executable=wish.executable if run else None)
+        run = constraints.executable is not None and tier in constraints.executable.tiers
+        for kind in kinds if machine.capacity(tier, constraints.world_size) else ():
+            if (kind, tier) != (constraints.offload, constraints.tier) and not (
+                constraints.offload == kind and constraints.tier is None
+            ):
+                other = replace(
+                    constraints, offload=kind, tier=tier, executable=constraints.executable if run else None
+                )
                 yield f'offload="{kind}", tier="{tier}"' + ("" if run else _PLANNED), other

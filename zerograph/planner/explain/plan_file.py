@@ -15,8 +15,8 @@ from zerograph.planner.explain.infeasible import infeasible
 from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.programs.sketch import settled, sketch
-from zerograph.planner.search.search import Search, Wish
-from zerograph.planner.search.space import Candidate
+from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.search_space import Candidate
 
 UNPROGRAMMED = (
     "what lowering changes: tasks follow the traced step, not a program",
@@ -31,7 +31,14 @@ _REPORT = "this is a bug in the planner: report it with the model and the comman
 
 
 def file_from_sketch(
-    name: str, step: Step, wish: Wish, machine: Machine, *, moments: int = 2, reserve: float = 0.0, tokens: int = 0
+    name: str,
+    step: Step,
+    constraints: Constraints,
+    machine: Machine,
+    *,
+    moments: int = 2,
+    reserve: float = 0.0,
+    tokens: int = 0,
 ) -> PlanFile:
     """Search the plan of ``step`` that fits every tier of ``machine``, and forecast it from its schedule.
 
@@ -46,8 +53,8 @@ def file_from_sketch(
         InvariantError: the plan fails its own checks, which is a bug of the planner.
         ConfigError: what was wished for does not exist on the machine, or at the stage.
     """
-    search = Search(step, wish, machine, moments=moments)
-    budget = machine.budget(wish.world_size, reserve)
+    search = Search(step, constraints, machine, moments=moments)
+    budget = machine.budget(constraints.world_size, reserve)
     found = search.within(budget)
     if found is None:
         raise infeasible(search, step, machine, budget)
@@ -65,7 +72,7 @@ def file_from_sketch(
         flops=sum(op.flops for op in step.ops),
         programs=settled(sketch(scheduler, plan)),
     )
-    told = reasons(plan, step, wish, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
+    told = reasons(plan, step, constraints, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
     file = replace(made, reasons=tuple(told))
     _verify(file, found)
     return file

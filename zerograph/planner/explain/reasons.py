@@ -14,41 +14,43 @@ from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner.profile.tiling import apart
 from zerograph.planner.programs.placement import Shards
 from zerograph.planner.programs.rates import Rates
-from zerograph.planner.search.search import Wish
+from zerograph.planner.search.search import Constraints
 
 _FASTEST = "predicted to be the fastest of the plans that were searched and fit"
 _ASKED = "it was asked for"
 
 
 def reasons(
-    plan: Plan, step: Step, wish: Wish, rates: Rates, forecast: Forecast, *, moments: int, searched: bool = True,
-    unexecuted: str = "",
+    plan: Plan, step: Step, constraints: Constraints, rates: Rates, forecast: Forecast, *, moments: int, searched: bool
+    = True, unexecuted: str = "",
 ) -> Iterator[Reason]:  # fmt: skip
     """The decisions of ``plan``, and what each of them costs and gains.
 
     Args:
-        wish: what the user fixed.
+        constraints: what the user fixed.
         forecast: of the step under the plan.
         moments: tensors that the optimizer keeps per parameter.
         searched: whether the plan was found by a search; else rules decided what the user left open.
         unexecuted: what of it cannot be run yet.
     """
-    yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if wish.stage == "auto" else _ASKED)
+    yield Reason(
+        "plan", f"stage {plan.stage}", "stage auto shards all of it" if constraints.stage == "auto" else _ASKED
+    )
     if searched:
-        yield Reason("plan", f"prefetch {plan.prefetch}", _FASTEST if wish.prefetch is None else _ASKED)
-        yield Reason("plan", f"{len(plan.buckets)} buckets", _FASTEST if wish.bucket_size is None else _ASKED)
-    if wish.offload != "none":
+        yield Reason("plan", f"prefetch {plan.prefetch}", _FASTEST if constraints.prefetch is None else _ASKED)
+        yield Reason("plan", f"{len(plan.buckets)} buckets", _FASTEST if constraints.bucket_size is None else _ASKED)
+    if constraints.offload != "none":
         off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
-        told = "it was chosen" if wish.offload == "auto" else f"offload={wish.offload} was asked for"
+        told = "it was chosen" if constraints.offload == "auto" else f"offload={constraints.offload} was asked for"
         yield Reason("plan", f"shards of {off} {'bucket' if off == 1 else 'buckets'} off the device", told)
     if unexecuted:
         yield Reason("plan", "forecast from the schedule of the traced step", "this plan cannot be run yet")
     again = rates.products(sum(span.flops for span in forecast.spans) - sum(op.flops for op in step.ops))
     by_rule = _FASTEST if searched else "recompute is auto"
-    yield from _activations(plan, by_rule if wish.recompute == "auto" else _ASKED, again)
+    yield from _activations(plan, by_rule if constraints.recompute == "auto" else _ASKED, again)
     for bucket in plan.buckets:
         if bucket.homes == DEVICE:
-            why = _stays(bucket, rates, wish.stage == "auto")
+            why = _stays(bucket, rates, constraints.stage == "auto")
         else:
             why = _leaves(bucket, rates, moments)
         yield Reason(bucket.name, _decided(bucket), why)

@@ -2,11 +2,11 @@
 
 Plans are judged by few layers (:mod:`~zerograph.planner.search.few_layers`), and only those that may be the best within
 a budget are simulated whole. Some levels of every tier are taken as references, and from the fastest plan within them
-knobs are turned one after another, for as long as that makes it faster. References follow from what plans hold: no
+decisions are changed one after another, for as long as that makes it faster. References follow from what plans hold: no
 budget enters.
 
 It looks where everything is open, and where one thing is fixed: a local search may miss what it finds with less to
-turn.
+change.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 
-from zerograph.planner.search.knobs import Knob, first, halfway, spread
-from zerograph.planner.search.space import Candidate, Space, frontier, way_of
+from zerograph.planner.search.decisions import Decision, first, halfway, spread
+from zerograph.planner.search.search_space import Candidate, SearchSpace, frontier, variant_of
 from zerograph.sim.simulate import Peaks
 
-Knobs = Mapping[Space, Sequence[Knob]]
-Look = tuple[Knobs, Knobs]
-"""The knobs of plans that stay on the device, and of all plans."""
+Decisions = Mapping[SearchSpace, Sequence[Decision]]
+Look = tuple[Decisions, Decisions]
+"""The decisions of plans that stay on the device, and of all plans."""
 LEVELS = 4, 3, 2
 """Levels of each tier that references are made of, at most."""
 STAYING, LEAVING = (16, 8), (70, 30)
@@ -73,46 +73,46 @@ class DeepSearch:
         return frontier(rough.space.whole_of(rough) for rough in kept)
 
 
-def _explored(knobs_of: Knobs, known: Sequence[Candidate], most: tuple[int, int]) -> list[Candidate]:
-    if not knobs_of:
+def _explored(decisions_of: Decisions, known: Sequence[Candidate], most: tuple[int, int]) -> list[Candidate]:
+    if not decisions_of:
         return []
     found = dict.fromkeys(known)
-    ways = set()
-    for space, own in knobs_of.items():
-        for plan in first(space.plan, own, least=way_of(space.plan) not in ways):
+    variants = set()
+    for space, own in decisions_of.items():
+        for plan in first(space.plan, own, least=variant_of(space.plan) not in variants):
             found[space.of(plan)] = None
-        ways.add(way_of(space.plan))
+        variants.add(variant_of(space.plan))
     end = len(found) + most[0]
-    for one in _descents(knobs_of, found):
+    for one in _descents(decisions_of, found):
         found[one] = None
         if len(found) >= end:
             break
     end = len(found) + most[1]
-    for one in _halves(knobs_of, found):
+    for one in _halves(decisions_of, found):
         found[one] = None
         if len(found) >= end:
             break
     return list(found)
 
 
-def _descents(knobs_of: Knobs, found: Mapping[Candidate, None]) -> Iterator[Candidate]:
+def _descents(decisions_of: Decisions, found: Mapping[Candidate, None]) -> Iterator[Candidate]:
     """The candidates that the descents within each reference look at; ``found`` grows meanwhile."""
     for most in spread(_references(frontier(found))):
         now, before = min(found, key=lambda c: _within(c, most)), None
         while now is not before:
             before = now
-            for knob in knobs_of.get(now.space, ()):
-                # One knob after another, for as long as that finds something better.
-                tried = [now.space.of(plan) for plan in knob.changes(now.plan, 1)]
+            for decision in decisions_of.get(now.space, ()):
+                # One decision after another, for as long as that finds something better.
+                tried = [now.space.of(plan) for plan in decision.changes(now.plan, 1)]
                 yield from tried
                 now = min((now, *tried), key=lambda c: _within(c, most))
 
 
-def _halves(knobs_of: Knobs, found: Mapping[Candidate, None]) -> Iterator[Candidate]:
+def _halves(decisions_of: Decisions, found: Mapping[Candidate, None]) -> Iterator[Candidate]:
     """The candidates between plans that are neighbours in what they hold; ``found`` grows meanwhile."""
     for _ in range(ROUNDS):
         best = frontier(found)
-        for space, own in knobs_of.items():
+        for space, own in decisions_of.items():
             for a, b in pairwise(c for c in best if c.space is space):
                 yield space.of(halfway(own, a.plan, b.plan))
 

@@ -19,7 +19,7 @@ from zerograph.core.step import layer_of_activation
 from zerograph.planner.profile.regions import Life, Profile
 from zerograph.planner.programs.depths import continued, peaks_by_part
 from zerograph.planner.programs.sketch import sketch
-from zerograph.planner.search.space import Candidate, Space
+from zerograph.planner.search.search_space import Candidate, SearchSpace
 from zerograph.sim.simulate import Peaks, walk
 
 PERIOD = 2
@@ -32,14 +32,14 @@ MANY = 128
 """Buckets up to which it is: a simulation is then no matter of tens of milliseconds."""
 
 
-class FewLayers(Space):
+class FewLayers(SearchSpace):
     """The plans of a space of many layers, as plans of few of them.
 
     Attributes:
         whole: the space of all layers.
     """
 
-    def __init__(self, whole: Space, run: Sequence[str]) -> None:
+    def __init__(self, whole: SearchSpace, run: Sequence[str]) -> None:
         self.whole = whole
         half = PERIOD // 2
         few = [*run[:half], *run[-half:]]
@@ -47,7 +47,7 @@ class FewLayers(Space):
         self._as = {layer: few[i % PERIOD] for i, layer in enumerate(run)}
         self._depths = []
         for depth in SIMULATED:
-            space = Space(**_without(whole, run[depth - half : -half]))
+            space = SearchSpace(**_without(whole, run[depth - half : -half]))
             layers = [*run[: depth - half], *run[-half:]]
             self._depths.append((space, {layer: few[i % PERIOD] for i, layer in enumerate(layers)}))
         self._times = (len(run) - SIMULATED[1]) / (SIMULATED[1] - SIMULATED[0])
@@ -65,7 +65,7 @@ class FewLayers(Space):
         )
         return continued(less, more, self._times), peaks, few + many
 
-    def _measured(self, space: Space, plan: Plan) -> tuple[float, list[list[int]], int]:
+    def _measured(self, space: SearchSpace, plan: Plan) -> tuple[float, list[list[int]], int]:
         """Seconds, by tier the peaks of each part of the step, and tasks."""
         scheduler = space.scheduler
         run = walk(sketch(scheduler, plan), scheduler.costs)
@@ -73,13 +73,13 @@ class FewLayers(Space):
         return max(run.ends, default=0.0), [[size for size, _ in parts] for parts in peaks], len(run.ends)
 
 
-def by_few_layers(space: Space) -> FewLayers | None:
+def by_few_layers(space: SearchSpace) -> FewLayers | None:
     """The same plans judged by few layers, where there are many alike."""
     run = _run(space)
     return FewLayers(space, run) if run else None
 
 
-def _run(space: Space) -> list[str]:
+def _run(space: SearchSpace) -> list[str]:
     """The longest run of layers that are alike; empty where it is short, or its buckets are not its layers' own."""
     profile = space.scheduler.profile
     if len(profile.layers) <= DEEP or len(space.plan.buckets) <= MANY:
@@ -100,7 +100,7 @@ def _run(space: Space) -> list[str]:
     return run
 
 
-def _kinds(space: Space) -> dict[str, object]:
+def _kinds(space: SearchSpace) -> dict[str, object]:
     """By layer what it computes, saves and reads, without names."""
     profile, found = space.scheduler.profile, dict[str, list[object]]()
     for layer in profile.layers:
@@ -127,7 +127,7 @@ def _kinds(space: Space) -> dict[str, object]:
     return {layer: tuple(own) for layer, own in found.items()}
 
 
-def _readers(space: Space) -> list[set[str]]:
+def _readers(space: SearchSpace) -> list[set[str]]:
     """By bucket the layers that read it; the empty string stands for what is in none."""
     scheduler = space.scheduler
     found: list[set[str]] = [set() for _ in space.plan.buckets]
@@ -138,7 +138,7 @@ def _readers(space: Space) -> list[set[str]]:
     return found
 
 
-def _without(space: Space, left_out: Sequence[str]) -> dict[str, Any]:
+def _without(space: SearchSpace, left_out: Sequence[str]) -> dict[str, Any]:
     """The arguments of the space without these layers, which follow one another."""
     scheduler, plan, gone = space.scheduler, space.plan, set(left_out)
     stay = [b for b, layers in zip(plan.buckets, _readers(space), strict=True) if not layers or layers - gone]
@@ -201,7 +201,7 @@ def _shortened(profile: Profile, left_out: Sequence[str], params: set[str]) -> P
     )
 
 
-def _carried(plan: Plan, source: Space, target: Space, does_as: Mapping[str, str]) -> Plan:
+def _carried(plan: Plan, source: SearchSpace, target: SearchSpace, does_as: Mapping[str, str]) -> Plan:
     """``plan`` of ``source`` for ``target``, whose layers do as those of the same name, or as ``does_as`` says."""
     profile = target.scheduler.profile
     index = {bucket.name: bucket for bucket in plan.buckets}
@@ -230,7 +230,7 @@ def _carried(plan: Plan, source: Space, target: Space, does_as: Mapping[str, str
     return replace(target.plan, buckets=buckets, **found)
 
 
-def _by_layer(space: Space) -> dict[str, list[int]]:
+def _by_layer(space: SearchSpace) -> dict[str, list[int]]:
     """The buckets that only one layer reads."""
     found: dict[str, list[int]] = {layer: [] for layer in space.scheduler.profile.layers}
     for bucket, layers in enumerate(_readers(space)):

@@ -14,7 +14,7 @@ from zerograph.core.errors import SizeError
 from zerograph.core.machine import TIERS, Tier
 from zerograph.planner.search.furthest import furthest
 from zerograph.planner.search.search import Search, limits
-from zerograph.planner.search.space import overrun
+from zerograph.planner.search.search_space import overrun
 
 MOST = 2**30
 """Sizes beyond are not tried."""
@@ -92,6 +92,6 @@ def _least(search: Search, budget: Budget, tier: Tier) -> int:
 
 
 def fullest(search: Search, budget: Budget) -> tuple[float, int, Tier]:
-    """The tier that the plan that fits ``budget`` best fills most (:func:`~zerograph.planner.search.space.overrun`)."""
+    """The tier that the plan that fits ``budget`` best fills most, as :func:`overrun` has it."""
     most = limits(budget)
     return min((overrun(candidate.peaks, most) for candidate in search.best), key=itemgetter(0))

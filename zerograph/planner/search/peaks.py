@@ -16,8 +16,8 @@ from typing import NamedTuple
 from zerograph.core.plan import Plan
 from zerograph.core.program import Compute, Fetch, Free, Gather, Read, Reduce, WaitGather
 from zerograph.planner.programs.sketch import sketch
-from zerograph.planner.search.knobs import with_starts, with_tiles
-from zerograph.planner.search.space import Candidate, Space
+from zerograph.planner.search.decisions import with_starts, with_tiles
+from zerograph.planner.search.search_space import Candidate, SearchSpace
 from zerograph.sim.simulate import LATE, walk
 
 LEVELS = 4
@@ -44,7 +44,7 @@ class _Watch:
         held: buckets, while they could be less.
     """
 
-    def __init__(self, space: Space, plan: Plan, tilable: frozenset[int]) -> None:
+    def __init__(self, space: SearchSpace, plan: Plan, tilable: frozenset[int]) -> None:
         self.tilable = tilable
         self.used: dict[int, int] = {}
         self.held: list[_Held] = []
@@ -172,7 +172,7 @@ def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Ca
         yield plan
 
 
-def _fewest(space: Space, bucket: int, tiles: int, ahead: int, size: int) -> int:
+def _fewest(space: SearchSpace, bucket: int, tiles: int, ahead: int, size: int) -> int:
     """The fewest tiles that hold ``size`` bytes less than ``tiles`` do; all there may be where none do."""
     (part,) = space.scheduler.bucket_parts(bucket, 1)
 
@@ -184,7 +184,7 @@ def _fewest(space: Space, bucket: int, tiles: int, ahead: int, size: int) -> int
     return next((count for count in range(tiles + 1, most) if held(tiles) - held(count) >= size), most)
 
 
-def _wanted(space: Space, plan: Candidate, watch: _Watch, target: int) -> dict[int, _Short]:
+def _wanted(space: SearchSpace, plan: Candidate, watch: _Watch, target: int) -> dict[int, _Short]:
     """By bucket, what would bring the device down to ``target`` where it holds more."""
     starts, ends = watch.run.starts, watch.run.ends
     reads = sorted({starts[task] for task in watch.used.values()})  # when visits begin
@@ -208,7 +208,7 @@ def _wanted(space: Space, plan: Candidate, watch: _Watch, target: int) -> dict[i
 
 
 def _above(
-    space: Space, plan: Candidate, watch: _Watch, starts: Sequence[float], ends: Sequence[float], target: int
+    space: SearchSpace, plan: Candidate, watch: _Watch, starts: Sequence[float], ends: Sequence[float], target: int
 ) -> Iterator[tuple[int, float, list[_Held]]]:
     """Moments at which the device holds more than ``target``: by how much, when, and what could be less of it."""
     late = LATE

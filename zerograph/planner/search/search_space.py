@@ -28,7 +28,7 @@ class Candidate:
     seconds: float
     peaks: Peaks
     plan: Plan
-    space: Space
+    space: SearchSpace
 
     @property
     def peak(self) -> int:
@@ -64,7 +64,7 @@ class Candidate:
         return self.seconds <= other.seconds and all(map(le, self.peaks, other.peaks))
 
 
-class Space:
+class SearchSpace:
     """All plans with the buckets of one.
 
     Attributes:
@@ -77,7 +77,7 @@ class Space:
 
     def __init__(
         self, profile: Profile, plan: Plan, rates: Rates, held: Memory, *, moments: int = 2,
-        most_tiles: tuple[int, ...] = (), size: int = 0, like: Space | None = None,
+        most_tiles: tuple[int, ...] = (), size: int = 0, like: SearchSpace | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -138,7 +138,7 @@ def overrun(peaks: Iterable[int], budget: Iterable[int]) -> tuple[float, int, Ti
     return max(shares, key=itemgetter(0))
 
 
-def way_of(plan: Plan) -> tuple[int, int]:
+def variant_of(plan: Plan) -> tuple[int, int]:
     """Tiles of the loss, and of tokens."""
     return plan.loss_tiles, plan.token_tiles
 

@@ -1,6 +1,6 @@
-"""Knobs: every turn is a plan that makes sense, and half the way lies between two plans.
+"""Decisions: every change is a plan that makes sense, and half the way lies between two plans.
 
-Tests ``planner/search/space.py``.
+Tests ``planner/search/search_space.py``.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from quick import examples
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.planner.explain.check import check_plan
-from zerograph.planner.search import knobs
-from zerograph.planner.search.knobs import Knob, by_reward, halfway, in_runs, neighbours, spread
-from zerograph.planner.search.search import Search, Wish, _all_knobs
-from zerograph.planner.search.space import Space
+from zerograph.planner.search import decisions
+from zerograph.planner.search.decisions import Decision, by_reward, halfway, in_runs, neighbours, spread
+from zerograph.planner.search.search import Constraints, Search, _all_decisions
+from zerograph.planner.search.search_space import SearchSpace
 
 GPU = machine_named("h100-80gb")
 STEP = step_of([Layer(rows=2**20, stream=1024, inside=10**6, flops=10**12)] * 5)
-SEARCH = Search(STEP, Wish("auto", 8, bucket_size=2**20, offload="auto"), GPU, work=300)
+SEARCH = Search(STEP, Constraints("auto", 8, bucket_size=2**20, offload="auto"), GPU, work=300)
 SPACE = SEARCH.spaces[0]
 STEP_LAYER = "blocks.0"
 
 
-def all_knobs(space: Space) -> dict[str, Knob]:
+def all_decisions(space: SearchSpace) -> dict[str, Decision]:
     return {
-        "residency": knobs.residency(space),
-        "levels": knobs.levels(space),
-        "prefetch": knobs.prefetch((0, 1, 2, 4)),
-        "starts": knobs.starts(space, 4),
-        "tiles": knobs.tiles(space),
-        "homes": knobs.homes(space, SEARCH.homes),
-        "layers_away": knobs.layers_away(space, SEARCH.tiers),
-        "activations_away": knobs.activations_away(space, SEARCH.tiers),
-        "reductions": knobs.of_step("reductions", (1, 2)),
-        "fetch_ahead": knobs.of_step("fetch_ahead", (1, 2)),
+        "residency": decisions.residency(space),
+        "levels": decisions.levels(space),
+        "prefetch": decisions.prefetch((0, 1, 2, 4)),
+        "starts": decisions.starts(space, 4),
+        "tiles": decisions.tiles(space),
+        "homes": decisions.homes(space, SEARCH.homes),
+        "layers_away": decisions.layers_away(space, SEARCH.tiers),
+        "activations_away": decisions.activations_away(space, SEARCH.tiers),
+        "reductions": decisions.of_step("reductions", (1, 2)),
+        "fetch_ahead": decisions.of_step("fetch_ahead", (1, 2)),
     }
 
 
-KNOBS = all_knobs(SPACE)
+DECISIONS = all_decisions(SPACE)
 
 
 @st.composite
-def turned(draw: st.DrawFn) -> Plan:
-    """A plan after a few turns of single items of any knob."""
+def changed_plans(draw: st.DrawFn) -> Plan:
+    """A plan after a few changes of single items of any decision."""
     plan = SPACE.plan
     for _ in range(draw(st.integers(0, 12))):
-        knob = draw(st.sampled_from([knob for knob in KNOBS.values() if knob.choices]))
-        item = draw(st.sampled_from(list(knob.choices)))
-        plan = knob.turn(plan, {item: draw(st.sampled_from(list(knob.choices[item])))})
+        decision = draw(st.sampled_from([decision for decision in DECISIONS.values() if decision.choices]))
+        item = draw(st.sampled_from(list(decision.choices)))
+        plan = decision.apply(plan, {item: draw(st.sampled_from(list(decision.choices[item])))})
     return plan
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(plan=turned())
+@given(plan=changed_plans())
 def test_whatever_is_turned_the_plan_makes_sense(plan: Plan) -> None:
     assert list(plan.mistakes()) == []
     assert check_plan(STEP, plan) == []
@@ -69,14 +69,16 @@ def test_whatever_is_turned_the_plan_makes_sense(plan: Plan) -> None:
 
 
 @settings(max_examples=examples(30), deadline=None)
-@given(plan=turned(), groups=st.sampled_from([1, 2, 100]))
-def test_changes_turn_one_knob(plan: Plan, groups: int) -> None:
-    for name, knob in KNOBS.items():
-        for changed in neighbours([knob], plan, groups):
+@given(plan=changed_plans(), groups=st.sampled_from([1, 2, 100]))
+def test_changes_are_of_one_decision(plan: Plan, groups: int) -> None:
+    for name, decision in DECISIONS.items():
+        for changed in neighbours([decision], plan, groups):
             others = [
-                other for other in KNOBS if other != name and KNOBS[other].read(plan) != KNOBS[other].read(changed)
+                other
+                for other in DECISIONS
+                if other != name and DECISIONS[other].read(plan) != DECISIONS[other].read(changed)
             ]
-            # Prefetch bounds starts, tiles are not kept, and both knobs of activations turn one field.
+            # Prefetch bounds starts, tiles are not kept, and both decisions of activations change one field.
             allowed = {
                 "prefetch": {"starts"}, "tiles": {"residency"}, "layers_away": {"activations_away"},
                 "activations_away": {"layers_away"},
@@ -85,13 +87,13 @@ def test_changes_turn_one_knob(plan: Plan, groups: int) -> None:
 
 
 @settings(max_examples=examples(30), deadline=None)
-@given(a=turned(), b=turned())
+@given(a=changed_plans(), b=changed_plans())
 def test_half_the_way_has_the_values_of_either(a: Plan, b: Plan) -> None:
-    own = [KNOBS[name] for name in ("residency", "homes", "reductions", "tiles")]
+    own = [DECISIONS[name] for name in ("residency", "homes", "reductions", "tiles")]
     middle = halfway(own, a, b)
     assert list(middle.mistakes()) == []
-    for knob in (KNOBS["homes"], KNOBS["reductions"]):
-        before, after, now = knob.read(a), knob.read(b), knob.read(middle)
+    for decision in (DECISIONS["homes"], DECISIONS["reductions"]):
+        before, after, now = decision.read(a), decision.read(b), decision.read(middle)
         assert all(now[item] in (before[item], after[item]) for item in now)
         differ = sum(before[item] != after[item] for item in now)
         assert sum(now[item] != before[item] for item in now) == differ // 2
@@ -99,18 +101,18 @@ def test_half_the_way_has_the_values_of_either(a: Plan, b: Plan) -> None:
 
 def test_one_group_of_those_that_are_alike_is_turned() -> None:
     step = step_of([Layer(rows=2**20, stream=1024, inside=10**6, flops=10**12)] * 16)
-    search = Search(step, Wish("auto", 8, bucket_size=2**20, offload="auto"), GPU, work=300)
-    knob, plan = knobs.homes(search.spaces[0], search.homes), search.spaces[0].plan
-    assert len(list(knob.changes(plan, 4))) == len(search.homes) - 1
-    assert len(list(knob.changes(plan, 100))) == 16 * (len(search.homes) - 1)
+    search = Search(step, Constraints("auto", 8, bucket_size=2**20, offload="auto"), GPU, work=300)
+    decision, plan = decisions.homes(search.spaces[0], search.homes), search.spaces[0].plan
+    assert len(list(decision.changes(plan, 4))) == len(search.homes) - 1
+    assert len(list(decision.changes(plan, 100))) == 16 * (len(search.homes) - 1)
 
 
 def test_every_decision_is_turned_by_the_search() -> None:
-    """But for those that the wish, the buckets, or the tiles of the profile fix; loops follow from tiles."""
+    """But for those that the constraints, the buckets, or the tiles of the profile fix; loops follow from tiles."""
     plan = replace(SPACE.plan, offload=((STEP_LAYER, "host"),), prefetch=2)
     moved: set[str] = set()
-    for knob in _all_knobs(SPACE, SEARCH.wish, SEARCH.homes, SEARCH.tiers):
-        for changed in knob.changes(plan, 1):
+    for decision in _all_decisions(SPACE, SEARCH.constraints, SEARCH.homes, SEARCH.tiers):
+        for changed in decision.changes(plan, 1):
             moved |= {name for name in decided(Plan) if getattr(plan, name) != getattr(changed, name)}
             for old, new in zip(plan.buckets, changed.buckets, strict=True):
                 moved |= {f"bucket.{name}" for name in decided(Bucket) if getattr(old, name) != getattr(new, name)}

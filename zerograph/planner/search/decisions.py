@@ -1,7 +1,8 @@
-"""The knobs of the search: one per decision of a plan, with its choices and how each is applied.
+"""The decisions of the search: one for each that a plan states, with its choices and how each is applied.
 
-A knob has items, which it turns one by one, in groups or all together: buckets, layers, or the step as a whole. A new
-decision is a field of :class:`~zerograph.core.plan.Plan` or :class:`~zerograph.core.plan.Bucket` and a knob in here.
+A decision has items, for which it is changed one by one, in groups or all together: buckets, layers, or the step as a
+whole. A new one is a field of :class:`~zerograph.core.plan.Plan` or :class:`~zerograph.core.plan.Bucket` and a function
+in here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Homes, Plan
 from zerograph.planner.programs.placement import APART
-from zerograph.planner.search.space import Space
+from zerograph.planner.search.search_space import SearchSpace
 
 T = TypeVar("T")
 Item = Any
@@ -26,14 +27,14 @@ MOST_SINGLE = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Knob:
+class Decision:
     """One decision, for every item that it is made for.
 
     Attributes:
         choices: by item, the most rewarding item first; if they are ``ordered``, from the least memory to the fewest
             seconds.
         read: the value of every item under a plan.
-        turn: a plan with other values for some items.
+        apply: a plan with other values for some items.
         alike: a key for each item; items with equal keys are interchangeable.
         gain: seconds per byte of an item's step from one choice to the next.
         frugal: values for all items together; for each tier one of these needs the least.
@@ -42,7 +43,7 @@ class Knob:
 
     choices: Mapping[Item, Sequence[Any]]
     read: Callable[[Plan], Mapping[Item, Any]]
-    turn: Callable[[Plan, Values], Plan]
+    apply: Callable[[Plan, Values], Plan]
     ordered: bool = True
     alike: Mapping[Item, object] | None = None
     gain: Callable[[Item, Any], float] | None = None
@@ -50,34 +51,34 @@ class Knob:
     fine: bool = False
 
     def changes(self, plan: Plan, groups: int) -> Iterator[Plan]:
-        """``plan`` with this knob turned for one of at most so many groups of items.
+        """``plan`` with this decision changed for one of at most so many groups of items.
 
         In a group of several items, those that are alike and have the same values count as interchangeable, whatever
-        else is decided of them: one group of each kind is turned. Single items are all turned.
+        else is decided of them: one group of each kind is changed. Single items all are.
         """
         now = self.read(plan)
         for target in self._targets():
             found: dict[object, Values] = {}
             for group in in_runs(tuple(self.choices), groups):
-                turned, more = self._turned(group, now, target)
-                if turned:
+                new, more = self._changed(group, now, target)
+                if new:
                     alike = self.alike if len(group) > 1 and self.alike else {}
                     key = tuple((alike.get(item, item), now[item]) for item in group)
                     # Towards more, the first of those that are alike, the most rewarding; back, the last, which is
                     # missed least.
                     if key not in found or not more:
-                        found[key] = turned
-            for turned in found.values():
-                yield self.turn(plan, turned)
+                        found[key] = new
+            for new in found.values():
+                yield self.apply(plan, new)
 
     def _targets(self) -> Sequence[object]:
         if self.ordered:
             return ("last", "more", "next", "previous", "less", "first")
         return list(dict.fromkeys(value for choices in self.choices.values() for value in choices))
 
-    def _turned(self, group: Sequence[Item], now: Mapping[Item, Any], target: object) -> tuple[Values, bool]:
+    def _changed(self, group: Sequence[Item], now: Mapping[Item, Any], target: object) -> tuple[Values, bool]:
         """The new values of what changes in ``group``, and whether they come later among the choices."""
-        turned, more = {}, True
+        new, more = {}, True
         for item in group:
             choices = self.choices[item]
             if self.ordered:
@@ -91,9 +92,9 @@ class Knob:
             else:
                 value = target if target in choices else now[item]
             if value != now[item]:
-                turned[item] = value
+                new[item] = value
                 more = _index(choices, value) > _index(choices, now[item])
-        return turned, more
+        return new, more
 
     def steps(self, a: Plan, b: Plan) -> Iterator[tuple[float, Item, Any]]:
         """The steps from ``a`` to ``b``, item by item and choice by choice, with the seconds per byte of each."""
@@ -108,21 +109,22 @@ class Knob:
             yield from ((gain(item, value), item, value) for value in (*between, new))
 
 
-def halfway(knobs: Iterable[Knob], a: Plan, b: Plan) -> Plan:
-    """The plan half the way from ``a`` to ``b``: of each knob half the steps, the most rewarding first."""
-    for knob in knobs:
-        steps = sorted(knob.steps(a, b), key=lambda step: -step[0])
+def halfway(decisions: Iterable[Decision], a: Plan, b: Plan) -> Plan:
+    """The plan half the way from ``a`` to ``b``: of each decision half the steps, the most rewarding first."""
+    for decision in decisions:
+        steps = sorted(decision.steps(a, b), key=lambda step: -step[0])
         if len(steps) > 1:
-            a = knob.turn(a, {item: value for _, item, value in steps[: len(steps) // 2]})
+            a = decision.apply(a, {item: value for _, item, value in steps[: len(steps) // 2]})
     return a
 
 
-# The knobs ------------------------------------------------------------------------------------------------------------
+# The decisions
+# ------------------------------------------------------------------------------------------------------------
 
 
-def of_step(field: str, choices: Sequence[Any]) -> Knob:
+def of_step(field: str, choices: Sequence[Any]) -> Decision:
     """A decision for the step as a whole, on when something begins: a field of the plan."""
-    return Knob(
+    return Decision(
         {"": choices},
         lambda plan: {"": getattr(plan, field)},
         lambda plan, values: replace(plan, **{field: values[""]}) if values else plan,
@@ -131,48 +133,48 @@ def of_step(field: str, choices: Sequence[Any]) -> Knob:
     )
 
 
-def prefetch(choices: Sequence[int]) -> Knob:
+def prefetch(choices: Sequence[int]) -> Decision:
     """How many buckets are gathered ahead, at most; those that begin later still do."""
 
-    def turn(plan: Plan, values: Values) -> Plan:
+    def apply(plan: Plan, values: Values) -> Plan:
         most = values.get("", plan.prefetch)
         # Their own starts would no longer be earlier than the new limit: they follow the plan's again.
         late = {b.index: None for b in plan.buckets if b.ahead is not None and b.ahead >= most}
         return replace(_with_buckets(plan, "ahead", late), prefetch=most)
 
-    return Knob({"": choices}, lambda plan: {"": plan.prefetch}, turn, frugal=[{"": choices[0]}])
+    return Decision({"": choices}, lambda plan: {"": plan.prefetch}, apply, frugal=[{"": choices[0]}])
 
 
-def residency(space: Space) -> Knob:
+def residency(space: SearchSpace) -> Decision:
     """Which gathered buckets stay whole from the forward to the backward; those in tiles cannot."""
     rates = space.scheduler.rates
     sizes = {b.index: max(1, gathered_bytes(b.params, rates.world_size)) for b in space.plan.buckets}
     rewards = {index: rates.collective(size) / size for index, size in sizes.items()}
 
-    def turn(plan: Plan, values: Values) -> Plan:
+    def apply(plan: Plan, values: Values) -> Plan:
         return _with_buckets(plan, "residency", {b: v for b, v in values.items() if plan.buckets[b].tiles == 1})
 
-    return Knob(
+    return Decision(
         dict.fromkeys(by_reward(list(rewards), rewards.__getitem__), ("use", "backward")),
         lambda plan: {index: plan.buckets[index].residency for index in rewards},
-        turn,
+        apply,
         alike=_parts(space),
         gain=lambda item, _: rewards[item],
         frugal=[dict.fromkeys(rewards, "use")],
     )
 
 
-def starts(space: Space, most: int) -> Knob:
+def starts(space: SearchSpace, most: int) -> Decision:
     """How many visits before its own each bucket is gathered, at most."""
 
     choices = dict.fromkeys(range(len(space.plan.buckets)), range(most + 1))
-    return Knob(
+    return Decision(
         choices, lambda plan: dict(enumerate(plan.ahead())), with_starts, alike=_parts(space),
         frugal=[dict.fromkeys(choices, 0)], fine=True,
     )  # fmt: skip
 
 
-def tiles(space: Space) -> Knob:
+def tiles(space: SearchSpace) -> Decision:
     """In how many tiles the parameter of a bucket is gathered and used; what is in tiles is not kept."""
     most = space.most_tiles
     every = space.finest == most
@@ -184,13 +186,13 @@ def tiles(space: Space) -> Knob:
             choices[bucket] = sorted(some, reverse=True)
 
     finest = {bucket: space.finest[bucket] for bucket in choices}
-    return Knob(
+    return Decision(
         choices, lambda plan: {index: plan.buckets[index].tiles for index in choices}, with_tiles, alike=_parts(space),
         frugal=[dict.fromkeys(choices, 1), finest],
     )  # fmt: skip
 
 
-def homes(space: Space, open_homes: Sequence[Homes]) -> Knob:
+def homes(space: SearchSpace, open_homes: Sequence[Homes]) -> Decision:
     """Where the shards of each bucket live; what has nothing to move to a home stays on the device."""
     parts = {b.index: space.scheduler.bucket_parts(b.index, 1)[0].shards.at(APART) for b in space.plan.buckets}
     sizes = {index: part.optimizer + part.frozen for index, part in parts.items()}
@@ -202,7 +204,7 @@ def homes(space: Space, open_homes: Sequence[Homes]) -> Knob:
             dict.fromkeys(home if trained or home.parameters != "device" else DEVICE for home in open_homes)
         )
     frugal = [home for home in open_homes if home.on_one_tier] or open_homes
-    return Knob(
+    return Decision(
         choices,
         lambda plan: {index: plan.buckets[index].homes for index in choices},
         lambda plan, values: _with_buckets(plan, "homes", values),
@@ -212,7 +214,7 @@ def homes(space: Space, open_homes: Sequence[Homes]) -> Knob:
     )
 
 
-def levels(space: Space) -> Knob:
+def levels(space: SearchSpace) -> Decision:
     """How much of what each layer could save it saves: stops from nothing to all that the partitioner would save."""
     scheduler, rates = space.scheduler, space.scheduler.rates
     profile = scheduler.profile
@@ -239,23 +241,23 @@ def levels(space: Space) -> Knob:
             gains[layer, level] = gain / max(1, size[layer][level] - size[layer][found[-1]])
             found.append(level)
 
-    def turn(plan: Plan, values: Values) -> Plan:
+    def apply(plan: Plan, values: Values) -> Plan:
         changed = dict(zip(profile.layers, scheduler.levels(plan), strict=True)) | values
         recompute, save = profile.recomputed([changed[layer] for layer in profile.layers])
         return replace(plan, recompute=recompute, save=save)
 
     best = {layer: max((gains[layer, level] for level in choices[layer][1:]), default=0.0) for layer in choices}
-    return Knob(
+    return Decision(
         {layer: choices[layer] for layer in by_reward(list(choices), best.__getitem__)},
         lambda plan: dict(zip(profile.layers, scheduler.levels(plan), strict=True)),
-        turn,
+        apply,
         alike={layer: tuple(sizes) for layer, sizes in size.items()},
         gain=lambda item, level: gains.get((item, level), 0.0),
         frugal=[dict.fromkeys(choices, 0)],
     )
 
 
-def layers_away(space: Space, tiers: Sequence[Tier]) -> Knob:
+def layers_away(space: SearchSpace, tiers: Sequence[Tier]) -> Decision:
     """Where all that a layer saves waits for the backward."""
     saved = _saved(space)
 
@@ -266,7 +268,7 @@ def layers_away(space: Space, tiers: Sequence[Tier]) -> Knob:
             for layer, names in saved.items()
         }
 
-    def turn(plan: Plan, values: Values) -> Plan:
+    def apply(plan: Plan, values: Values) -> Plan:
         tier_of = _tiers(saved, plan) | {name: tier for layer, tier in values.items() for name in saved[layer]}
         return replace(plan, offload=_named(saved, tier_of))
 
@@ -278,22 +280,22 @@ def layers_away(space: Space, tiers: Sequence[Tier]) -> Knob:
             sizes[layer] += life.bytes
     places = ("device", *tiers)
     frugal = [dict.fromkeys(saved, tier) for tier in places]
-    return Knob(dict.fromkeys(saved, places), read, turn, ordered=False, alike=sizes, frugal=frugal)
+    return Decision(dict.fromkeys(saved, places), read, apply, ordered=False, alike=sizes, frugal=frugal)
 
 
-def activations_away(space: Space, tiers: Sequence[Tier]) -> Knob:
+def activations_away(space: SearchSpace, tiers: Sequence[Tier]) -> Decision:
     """Where each saved activation waits for the backward, for steps of few."""
     saved = _saved(space)
     names = [name for own in saved.values() if len(own) > 1 for name in own]
 
-    def turn(plan: Plan, values: Values) -> Plan:
+    def apply(plan: Plan, values: Values) -> Plan:
         return replace(plan, offload=_named(saved, _tiers(saved, plan) | values))
 
     choices = dict.fromkeys(names if sum(map(len, saved.values())) <= MOST_SINGLE else (), ("device", *tiers))
-    return Knob(choices, lambda plan: _tiers(saved, plan), turn, ordered=False)
+    return Decision(choices, lambda plan: _tiers(saved, plan), apply, ordered=False)
 
 
-def _saved(space: Space) -> dict[str, tuple[str, ...]]:
+def _saved(space: SearchSpace) -> dict[str, tuple[str, ...]]:
     """The activations that each layer may save; its own name where none has a name."""
     profile = space.scheduler.profile
     found: dict[str, dict[str, None]] = {layer: {} for layer in profile.layers}
@@ -338,7 +340,7 @@ def _with_buckets(plan: Plan, field: str, values: Mapping[Any, Any]) -> Plan:
     return replace(plan, buckets=tuple(buckets)) if values else plan
 
 
-def _parts(space: Space) -> dict[Item, object]:
+def _parts(space: SearchSpace) -> dict[Item, object]:
     """By bucket what makes two interchangeable: bytes of everything that is moved of them."""
     parts = (space.scheduler.bucket_parts(b.index, 1)[0] for b in space.plan.buckets)
     return {index: (part.whole, part.shards) for index, part in enumerate(parts)}
@@ -384,31 +386,33 @@ def _index(choices: Sequence[Any], value: Any) -> int:
     return sum(bool(one > value) if falling else bool(one < value) for one in choices) - 1
 
 
-def first(start: Plan, own: Sequence[Knob], *, least: bool) -> Iterator[Plan]:
+def first(start: Plan, own: Sequence[Decision], *, least: bool) -> Iterator[Plan]:
     """The plan ``start`` of the rules, as far as it is open, and those that need the least of each tier."""
-    for knob in own:
-        now = knob.read(start)
+    for decision in own:
+        now = decision.read(start)
         # Where a rule decided what is no choice here (the user fixed it otherwise), the first choice stands in.
-        start = knob.turn(start, {item: open_[0] for item, open_ in knob.choices.items() if now[item] not in open_})
+        start = decision.apply(
+            start, {item: open_[0] for item, open_ in decision.choices.items() if now[item] not in open_}
+        )
     yield start
-    for values in product(*(knob.frugal or ({},) for knob in own)) if least else ():
+    for values in product(*(decision.frugal or ({},) for decision in own)) if least else ():
         plan = start
-        for knob, frugal in zip(own, values, strict=True):
-            plan = knob.turn(plan, frugal) if frugal else plan
+        for decision, frugal in zip(own, values, strict=True):
+            plan = decision.apply(plan, frugal) if frugal else plan
         yield plan
 
 
-def every(knobs: Sequence[Knob], plan: Plan) -> Iterator[Plan]:
-    """``plan`` with every choice of every item of ``knobs``."""
-    if not knobs:
+def every(decisions: Sequence[Decision], plan: Plan) -> Iterator[Plan]:
+    """``plan`` with every choice of every item of ``decisions``."""
+    if not decisions:
         yield plan
         return
-    knob, *rest = knobs
-    for values in product(*knob.choices.values()):
-        yield from every(rest, knob.turn(plan, dict(zip(knob.choices, values, strict=True))))
+    decision, *rest = decisions
+    for values in product(*decision.choices.values()):
+        yield from every(rest, decision.apply(plan, dict(zip(decision.choices, values, strict=True))))
 
 
-def neighbours(knobs: Iterable[Knob], plan: Plan, groups: int) -> Iterator[Plan]:
-    """``plan`` with one knob turned, for one of so many groups of its items."""
-    for knob in knobs:
-        yield from knob.changes(plan, groups)
+def neighbours(decisions: Iterable[Decision], plan: Plan, groups: int) -> Iterator[Plan]:
+    """``plan`` with one decision changed, for one of so many groups of its items."""
+    for decision in decisions:
+        yield from decision.changes(plan, groups)
