@@ -12,7 +12,7 @@
 // block therefore begins with the mailbox's token and the operation's number, compared where it is read.
 //
 // Errors. abort() ends a generation: whoever waits in it, or will, raises. Once every rank has stopped working in it
-// (the caller knows; see runtime/comm/meeting.py), each calls recover() with the next generation: what was in flight is
+// (the caller knows; see runtime/comm/rendezvous.py), each calls recover() with the next generation: what was in flight is
 // dropped, and numbers go on in a range of their own, so that no message of an older generation is taken for a new one.
 //
 // Memory. A block returns to the pool when all ranks have read it, and is used again by best fit. Blocks unused for

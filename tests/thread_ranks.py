@@ -116,7 +116,7 @@ class ThreadCommunicator:
     A result holds not-a-number until it is waited for, and what was sent may change from then on only.
     """
 
-    name, meeting, generation = "threads", None, 0
+    name, rendezvous, generation = "threads", None, 0
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.group, self.rank, self.world_size, self.steps = group, rank, group.size, 0

@@ -23,8 +23,8 @@ from zerograph.core.errors import ConfigError, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, torch_dtype
 from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
-from zerograph.runtime.comm.meeting import Meeting
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
+from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.waiting import Wait
 from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, second_group
 
@@ -34,7 +34,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Communicator(Protocol):
-    """The transport, as the executor needs it. :mod:`zerograph.runtime.comm.meeting` recovers from errors."""
+    """The transport, as the executor needs it. :mod:`zerograph.runtime.comm.rendezvous` recovers from errors."""
 
     name: str
     rank: int
@@ -43,7 +43,7 @@ class Communicator(Protocol):
     """Optimizer steps, as told at the last entry."""
 
     @property
-    def meeting(self) -> Meeting | None:
+    def rendezvous(self) -> Rendezvous | None:
         """How ranks meet after an error; None where they are simulated."""
 
     @property
@@ -122,7 +122,7 @@ class LoneCommunicator:
     """The transport of a lone rank: its shards are whole, so that a gather casts them at most."""
 
     name, rank, world_size, steps, generation = "no communication", 0, 1, 0, 0
-    meeting = None
+    rendezvous = None
 
     def trim(self) -> None:
         """There is none."""
@@ -206,8 +206,8 @@ class GroupCommunicator:
     did not fail waits on its device, which NCCL's own watchdog ends after the group's timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> None:
-        self.group, self.device, self.meeting = group, device, meeting
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, rendezvous: Rendezvous | None = None) -> None:
+        self.group, self.device, self.rendezvous = group, device, rendezvous
         self._enqueued = 0  # collectives so far
         self._lost = ""  # why this rank can never meet the others again
         self._doing, self.steps = "", 0
@@ -219,22 +219,22 @@ class GroupCommunicator:
         self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
         self.coalesces = backend_name(group, device) == "nccl"
-        self.compares = meeting is not None and backend_name(group, device) == "gloo"
+        self.compares = rendezvous is not None and backend_name(group, device) == "gloo"
         if self.compares:
             self._connect()
 
     def _connect(self) -> None:
         """Connections between the ranks for this generation."""
-        assert self.meeting is not None
-        self._connected = self.meeting.generation  # even if it fails: nobody connects twice in a generation
-        store = dist.PrefixStore(f"gloo/{self.meeting.generation}", self.meeting.store.raw)
-        timeout = timedelta(seconds=self.meeting.timeout)
+        assert self.rendezvous is not None
+        self._connected = self.rendezvous.generation  # even if it fails: nobody connects twice in a generation
+        store = dist.PrefixStore(f"gloo/{self.rendezvous.generation}", self.rendezvous.store.raw)
+        timeout = timedelta(seconds=self.rendezvous.timeout)
         self.group = self.reduce_group = gloo_group(store, self.rank, self.world_size, timeout, self.device)
 
     @property
     def generation(self) -> int:
         """See :class:`Communicator`."""
-        return self.meeting.generation if self.meeting is not None else 0
+        return self.rendezvous.generation if self.rendezvous is not None else 0
 
     def trim(self) -> None:
         """There is none."""
@@ -243,10 +243,10 @@ class GroupCommunicator:
         """Compare with the other ranks, on gloo; on NCCL that would wait for the device. See :class:`Communicator`."""
         self.rejoin()
         self.steps = entry.steps
-        if self.meeting is None or not (self.compares or compared):
+        if self.rendezvous is None or not (self.compares or compared):
             return
         self._doing = f"in the {entry.program}"
-        self.meeting.programs += 1
+        self.rendezvous.programs += 1
         device = torch.device("cpu") if self.compares else self.device
         everyone = torch.empty(self.world_size, 2, dtype=torch.int64, device=device)
         mine = torch.tensor([[entry.sequence, entry.steps]], device=device)
@@ -260,25 +260,25 @@ class GroupCommunicator:
 
     def _told(self, key: str, mine: str) -> list[str]:
         """The texts of all ranks under ``key``, after an exchange that they all have seen differ."""
-        assert self.meeting is not None
+        assert self.rendezvous is not None
         name = f"{self.generation}/{key}"
-        self.meeting.store.set(f"{name}/{self.rank}", mine)
+        self.rendezvous.store.set(f"{name}/{self.rank}", mine)
         keys = {rank: f"{name}/{rank}" for rank in range(self.world_size)}
-        self.meeting.wait(keys, "to learn what other ranks run", heed=False)
-        return [self.meeting.store.get(key) for key in keys.values()]
+        self.rendezvous.wait(keys, "to learn what other ranks run", heed=False)
+        return [self.rendezvous.store.get(key) for key in keys.values()]
 
     def rejoin(self) -> None:
         """See :class:`Communicator`."""
-        meeting = self.meeting
-        if meeting is None:
+        rendezvous = self.rendezvous
+        if rendezvous is None:
             return
-        if meeting.failed:
-            self._meet(meeting)
-        self._follow(meeting)
+        if rendezvous.failed:
+            self._meet(rendezvous)
+        self._follow(rendezvous)
 
-    def _follow(self, meeting: Meeting) -> None:
-        """Connect in the meeting's generation, which a Ctrl-C after ranks met may have kept this one from."""
-        if self.compares and self._connected != meeting.generation:
+    def _follow(self, rendezvous: Rendezvous) -> None:
+        """Connect in the rendezvous's generation, which a Ctrl-C after ranks met may have kept this one from."""
+        if self.compares and self._connected != rendezvous.generation:
             # Closes the old connections on the ranks that have begun least, which ends what the others still wait for.
             # A work keeps them open, and tracebacks of caught errors keep everything else.
             for flight in self._flying:
@@ -286,7 +286,7 @@ class GroupCommunicator:
             self._flying.clear()
             self._connect()
 
-    def _meet(self, meeting: Meeting) -> None:
+    def _meet(self, rendezvous: Rendezvous) -> None:
         if self._lost:
             raise RankError(self._lost, "start all ranks again from a checkpoint")
         if not self.compares:
@@ -295,7 +295,7 @@ class GroupCommunicator:
                 places = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(found))
                 self._lost = f"ranks failed at different places and cannot go on together ({places})"
                 raise RankError(self._lost, "start all ranks again from a checkpoint")
-        meeting.meet()
+        rendezvous.meet()
 
     def leave(self) -> None:
         """See :class:`Communicator`; on NCCL that would wait for the device."""
@@ -315,10 +315,10 @@ class GroupCommunicator:
         if not self.compares:
             flight.work.wait()
         else:
-            assert self.meeting is not None
+            assert self.rendezvous is not None
             # gloo does not say which ranks have not come.
             others = [rank for rank in range(self.world_size) if rank != self.rank]
-            with Wait(self.meeting, self._doing, lambda: others) as wait:
+            with Wait(self.rendezvous, self._doing, lambda: others) as wait:
                 while not self._ends_soon(flight):
                     wait.look()
         self._flying.discard(flight)
@@ -332,8 +332,8 @@ class GroupCommunicator:
             # The slice of time is over. gloo raises for that as for a lost connection, but then the work has not ended.
             if not flight.work.is_completed():
                 return False
-            assert self.meeting is not None
-            raise self.meeting.disconnected(self._doing, str(error).partition("\n")[0]) from error
+            assert self.rendezvous is not None
+            raise self.rendezvous.disconnected(self._doing, str(error).partition("\n")[0]) from error
         return True
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _PendingGather:
@@ -418,11 +418,11 @@ class GroupCommunicator:
 
     def abort(self, reason: str) -> None:
         """See :class:`Communicator`."""
-        if self.meeting is not None:
+        if self.rendezvous is not None:
             try:
-                self._follow(self.meeting)  # the others wait for this rank to connect, and hear nothing meanwhile
+                self._follow(self.rendezvous)  # the others wait for this rank to connect, and hear nothing meanwhile
             finally:
-                self.meeting.fail(reason)
+                self.rendezvous.fail(reason)
         if not self.compares:
             self._land()
 
@@ -451,20 +451,22 @@ def keeps_to_group() -> bool:
     return wanted == "group"
 
 
-def connect(group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> Communicator:
+def connect(group: dist.ProcessGroup, device: torch.device, rendezvous: Rendezvous | None = None) -> Communicator:
     """The fastest transport between the ranks of ``group``, who all call this; of a group of one, its collectives.
 
     CPU ranks of one host share memory, unless :func:`keeps_to_group` says otherwise. Simulated ranks have no
-    ``meeting``.
+    ``rendezvous``.
 
     Raises:
         ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
     """
     shares = not keeps_to_group()
     if device.type == "cpu" and shares and backend_name(group, device) == "gloo":
-        from zerograph.runtime.comm.mailbox import open_mailbox  # needs the native core, which other transports do not
+        from zerograph.runtime.comm.shared_memory import (
+            open_shared_memory,  # needs the native core, which other transports do not
+        )
 
-        mailbox = open_mailbox(group, meeting)
+        mailbox = open_shared_memory(group, rendezvous)
         if mailbox is not None:
             return mailbox
-    return GroupCommunicator(group, device, meeting)
+    return GroupCommunicator(group, device, rendezvous)

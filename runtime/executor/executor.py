@@ -99,7 +99,7 @@ class Executor:
         self.instructions = [(i, self._method(i), i.dead) for i in program.instructions]
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """Run the program once: on all ranks to its end, or on none (:mod:`zerograph.runtime.comm.meeting`)."""
+        """Run the program once: on all ranks to its end, or on none (:mod:`zerograph.runtime.comm.rendezvous`)."""
         program = self.program
         # A new list: the caller's is cleared, so that inputs die where the program says.
         registers: list[Any] = args + [None] * (program.registers - program.inputs)

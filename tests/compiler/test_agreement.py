@@ -21,7 +21,7 @@ from zerograph.core.program import Compute, Gather, Program
 from zerograph.core.step import Param
 from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.runtime.comm.collectives import connect
-from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.comm.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ class Lone(Agreement):
 
     def __init__(self, rank: int, world: int, path: Path, timeout: float) -> None:
         self.rank, self.world_size = rank, world
-        self.meeting = Meeting(dist.FileStore(str(path / "store"), world), "test", rank, world, timeout)
+        self.rendezvous = Rendezvous(dist.FileStore(str(path / "store"), world), "test", rank, world, timeout)
         self._first = {}
 
 
@@ -112,12 +112,12 @@ def test_what_was_interrupted_is_exchanged_again(tmp_path: Path) -> None:
     lone = Lone(0, 2, tmp_path, 0.3)
     with pytest.raises(RankError):
         lone.check("train", program("w"))
-    assert lone.meeting.void == ["agreement/train forward #0/0"]
+    assert lone.rendezvous.void == ["agreement/train forward #0/0"]
     other = Lone(1, 2, tmp_path, 20.0)
     other.tell("train forward #0", list(program("w").collectives()))
-    lone.meeting.void.clear()
+    lone.rendezvous.void.clear()
     lone.check("train", program("w"))
-    assert lone.meeting.void == []
+    assert lone.rendezvous.void == []
 
 
 def test_answers_come_by_rank(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def _failing() -> str:
     assert group is not None
     agreement = Agreement.open(group, CPU)
     assert agreement is not None
-    communicator = connect(group, CPU, agreement.meeting)
+    communicator = connect(group, CPU, agreement.rendezvous)
     try:
         with agreement.compiling("train", communicator):
             if dist.get_rank() == 1:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.errors import CollectiveMismatch, RankError, ShardingError
-from zerograph.runtime.comm import meeting as meetings
+from zerograph.runtime.comm import rendezvous as rendezvous_module
 from zerograph.runtime.comm.collectives import Communicator, GroupCommunicator
-from zerograph.runtime.comm.meeting import Meeting, timeout_of
+from zerograph.runtime.comm.rendezvous import Rendezvous, timeout_of
 
 TRANSPORTS = ["auto", "group"]
 
@@ -100,9 +100,9 @@ class Training:
         return self.backend.frames[0].runtime.comm
 
     @property
-    def meeting(self) -> Meeting:
+    def rendezvous(self) -> Rendezvous:
         """Where they meet after an error."""
-        return self.communicator.meeting
+        return self.communicator.rendezvous
 
     def batch(self, seed: int) -> Tensor:
         whole = torch.randn(6, 8, generator=seeded(seed))
@@ -241,7 +241,7 @@ def test_ranks_that_stop_at_different_places_are_all_told(transport: str) -> Non
 def _one_never_returns(transport: str) -> str:
     ours = Training(3, transport)
     ours.step(0)
-    ours.meeting.timeout = 1.0
+    ours.rendezvous.timeout = 1.0
     with fault({1: ("forward 1", ValueError)}):
         ours.step(1)
     if dist.get_rank() == 1:
@@ -311,15 +311,15 @@ def _interrupted_once_all_have_met(transport: str) -> list[float]:
     ours.step(0)
     with fault({0: ("forward 1", ValueError), 1: ("forward 1", ValueError)}):
         ours.step(1)
-    meeting = ours.meeting
+    rendezvous = ours.rendezvous
     if dist.get_rank() == 1:
 
         def meet() -> None:
-            del meeting.meet
-            meeting.meet()
+            del rendezvous.meet
+            rendezvous.meet()
             raise KeyboardInterrupt("boom on 1")
 
-        meeting.meet = meet
+        rendezvous.meet = meet
         with pytest.raises(KeyboardInterrupt):
             ours.step(2)
     else:
@@ -349,14 +349,14 @@ def _one_has_a_batch_more(transport: str) -> tuple[str, list[str]]:
     """Rank 1 is done and waits in a barrier, of which rank 0 cannot know."""
     ours = Training(3, transport)
     ours.step(0)
-    meeting, text = ours.meeting, ""
-    meeting.timeout = 4.0
+    rendezvous, text = ours.rendezvous, ""
+    rendezvous.timeout = 4.0
     if isinstance(ours.communicator, GroupCommunicator):  # gloo is told when ranks connect
         with fault({0: ("forward 1", ValueError), 1: ("forward 1", ValueError)}):
             ours.step(1)
         ours.optimizer.zero_grad()
         ours.step(1)
-    meeting.notice_after = 0.2
+    rendezvous.notice_after = 0.2
     with _warnings() as told:
         if dist.get_rank() == 0:
             with pytest.raises(RankError) as caught:
@@ -366,7 +366,7 @@ def _one_has_a_batch_more(transport: str) -> tuple[str, list[str]]:
 
     # Outside of programs, too, a rank that waits for the others says so.
     with _warnings() as also, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meetings, "NOTICE", 0.2)
+        patch.setattr(rendezvous_module, "NOTICE", 0.2)
         time.sleep(dist.get_rank())
         with zerograph.gathered(ours.net):
             pass
@@ -398,7 +398,7 @@ def _evaluates_alone(transport: str) -> tuple[str, list[str]]:
     """Rank 0 evaluates, which needs a program of its own; rank 1 goes on training."""
     ours = Training(3, transport)
     ours.step(0)
-    ours.meeting.notice_after = 0.2
+    ours.rendezvous.notice_after = 0.2
     start, records = time.monotonic(), _Records()
     logging.getLogger("zerograph").addHandler(records)
     try:
@@ -426,7 +426,7 @@ def test_ranks_that_wait_for_each_other_at_different_places_say_so(transport: st
 def _timeouts() -> None:
     group = dist.new_group(timeout=timedelta(seconds=77))
     assert timeout_of(group, torch.device("cpu")) == 77
-    assert Meeting.open(group, torch.device("cpu")).timeout == 77
+    assert Rendezvous.open(group, torch.device("cpu")).timeout == 77
 
 
 def test_ranks_wait_as_long_as_their_process_group() -> None:

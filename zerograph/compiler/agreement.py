@@ -23,15 +23,15 @@ from zerograph.core.plan import GivenPlan
 from zerograph.core.program import Program
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.comm.entry import ROUTES, reason_of
-from zerograph.runtime.comm.meeting import Meeting, shared
+from zerograph.runtime.comm.rendezvous import Rendezvous, shared
 from zerograph.runtime.torch_private import backend_name
 
 
 class Agreement:
     """The sequences agreed so far, of one backend on one rank."""
 
-    def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
-        self.rank, self.world_size, self.meeting, self._group = group.rank(), group.size(), meeting, group
+    def __init__(self, group: dist.ProcessGroup, rendezvous: Rendezvous) -> None:
+        self.rank, self.world_size, self.rendezvous, self._group = group.rank(), group.size(), rendezvous, group
         self._first: dict[str, dict[str, list[str]]] = {}
 
     @classmethod
@@ -46,16 +46,16 @@ class Agreement:
             return None
         mine = (plan.plan.digest if plan is not None else None, str(plan))
         _compare_plans(shared(group, mine))
-        return cls(group, Meeting.open(group, device))
+        return cls(group, Rendezvous.open(group, device))
 
     @contextmanager
     def compiling(self, code: str, communicator: Communicator) -> Iterator[None]:
         """Inside, this rank compiles the user's function ``code``; others, who may wait, hear if that fails."""
         try:
             # After a failure on another rank this compilation belongs to the next generation of ranks
-            # (runtime/comm/meeting.py).
+            # (runtime/comm/rendezvous.py).
             communicator.rejoin()
-            with self.meeting.compiling(code):
+            with self.rendezvous.compiling(code):
                 yield
         # Ctrl-C too: the other ranks wait for what this one would have told them.
         except BaseException as error:
@@ -105,7 +105,7 @@ class Agreement:
 
     def tell(self, key: str, mine: Any) -> None:
         """Let other ranks know ``mine`` (data that JSON can hold) under ``key``; once per key."""
-        self.meeting.store.set(f"agreement/{key}/{self.rank}", json.dumps(mine))
+        self.rendezvous.store.set(f"agreement/{key}/{self.rank}", json.dumps(mine))
 
     def told(self, key: str, rank: int) -> Any:
         """The message of ``rank`` under ``key``; waits for it.
@@ -115,8 +115,8 @@ class Agreement:
             CollectiveMismatch: it waits for this rank, elsewhere.
         """
         name = f"agreement/{key}/{rank}"
-        self.meeting.wait({rank: name}, f"for rank {rank} to compile {key}", key)
-        return json.loads(self.meeting.store.get(name))
+        self.rendezvous.wait({rank: name}, f"for rank {rank} to compile {key}", key)
+        return json.loads(self.rendezvous.store.get(name))
 
     def answers(self, key: str, mine: Any) -> list[Any]:
         """The messages of all ranks under ``key``, by rank."""
@@ -125,11 +125,11 @@ class Agreement:
 
     def _exchange(self, key: str, sequence: list[str]) -> None:
         name = f"agreement/{key}/{self.rank}"
-        self.meeting.void.append(name)  # should this fail, the next try may tell another sequence
+        self.rendezvous.void.append(name)  # should this fail, the next try may tell another sequence
         self.tell(key, sequence)
         for other in range(self.world_size):
             _compare(key, f"rank {other}", self.told(key, other), f"rank {self.rank}", sequence)
-        self.meeting.void.remove(name)
+        self.rendezvous.void.remove(name)
 
 
 def _compare_plans(plans: Sequence[tuple[str | None, str]]) -> None:

@@ -133,7 +133,7 @@ class Planner:
         least = min(by_rank)
         if least < max(by_rank):
             assert self._agreement is not None  # else there is one rank
-            self._whose[tier] = self._agreement.meeting.roster.named([by_rank.index(least)])
+            self._whose[tier] = self._agreement.rendezvous.roster.named([by_rank.index(least)])
         return least
 
     def _whose_room(self) -> str:

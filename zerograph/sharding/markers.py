@@ -18,7 +18,7 @@ from zerograph.graph import ops
 from zerograph.graph.torch_private import resolve_group, skip_frame
 from zerograph.runtime.buffers import dtype_name
 from zerograph.runtime.comm.collectives import connect
-from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.executor.hold import GradientHold
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.executor.uncompiled import UncompiledReads
@@ -34,8 +34,8 @@ def reads_of_group(name: str, device: torch.device) -> UncompiledReads:
     group = resolve_group(name)
     known, reads = _OF_GROUPS.get(name, (None, None))
     if reads is None or known is not group:  # names of groups that were destroyed are used again
-        meeting = None if backend_name(group, device) == "fake" else Meeting.open(group, device)
-        reads = UncompiledReads(connect(group, device, meeting), (), StepCount(), GradientHold({}), 3)
+        rendezvous = None if backend_name(group, device) == "fake" else Rendezvous.open(group, device)
+        reads = UncompiledReads(connect(group, device, rendezvous), (), StepCount(), GradientHold({}), 3)
         _OF_GROUPS[name] = (group, reads)
     return reads
 

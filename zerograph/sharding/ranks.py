@@ -69,7 +69,7 @@ class Ranks:
         explain_shards()
         watch_checkpoints()
         agreement = Agreement.open(group, device, config.plan)
-        communicator = connect(group, device, agreement.meeting if agreement is not None else None)
+        communicator = connect(group, device, agreement.rendezvous if agreement is not None else None)
         return cls(device, mesh.size(), mesh, communicator, agreement, host)
 
 

@@ -14,7 +14,7 @@ from zerograph.core.program import Compute, Free, Gather, Instruction, Program, 
 from zerograph.core.step import Param
 from zerograph.planner.programs.process_memory import FRAGMENTATION, PER_OPERATOR, resident, transport_bytes
 from zerograph.runtime.buffers import torch_dtype
-from zerograph.runtime.comm.mailbox import open_mailbox
+from zerograph.runtime.comm.shared_memory import open_shared_memory
 
 WIDE = Param("wide", (1024, 1024), "float32", "float32", "float32", trainable=True, sharded=True)
 ODD = Param("odd", (4099, 3), "float32", "bfloat16", "float32", trainable=True, sharded=True)
@@ -41,7 +41,7 @@ def rows(param: Param, rank: int) -> torch.Tensor:
 def _block(params: tuple[Param, ...], reduces: bool) -> int:
     """Bytes of a fresh mailbox's blocks once one collective over ``params`` has ended."""
     assert dist.group.WORLD is not None
-    transport = open_mailbox(dist.group.WORLD)
+    transport = open_shared_memory(dist.group.WORLD)
     assert transport is not None
     before = transport.mailbox.bytes
     assert before == CONTROL

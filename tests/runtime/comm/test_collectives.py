@@ -21,7 +21,7 @@ from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import Communicator, GroupCommunicator, connect, together
 from zerograph.runtime.comm.entry import Entry
-from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.comm.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
 TRANSPORTS = ["auto", "group"]
@@ -41,7 +41,7 @@ def opened(transport: str) -> Communicator:
     assert group is not None
     os.environ["ZEROGRAPH_TRANSPORT"] = transport
     try:
-        return connect(group, CPU, Meeting.open(group, CPU))
+        return connect(group, CPU, Rendezvous.open(group, CPU))
     finally:
         del os.environ["ZEROGRAPH_TRANSPORT"]
 

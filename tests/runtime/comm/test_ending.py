@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.runtime.comm.ending import Ending
-from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.roster import Process, Roster
 
 HOSTS = Roster([Process("a", 11), Process("a", 12), Process("b", 13), Process("b", 14)])
@@ -54,10 +54,10 @@ def test_ranks_that_answer_are_not_lost(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("zerograph.runtime.comm.peers.ROLL_CALL", 1.5)
     for everybody in (False, True):
         file = str(tmp_path / f"store{everybody}")
-        ranks = [Meeting(dist.FileStore(file, 3), "test", rank, 3, 20.0) for rank in range(3)]
+        ranks = [Rendezvous(dist.FileStore(file, 3), "test", rank, 3, 20.0) for rank in range(3)]
         errors: dict[int, str] = {}
 
-        def see(rank: int, ranks: list[Meeting] = ranks, errors: dict[int, str] = errors) -> None:
+        def see(rank: int, ranks: list[Rendezvous] = ranks, errors: dict[int, str] = errors) -> None:
             if rank == 0:
                 errors[0] = str(ranks[0].disconnected("here", "closed by peer"))
                 return
@@ -83,11 +83,11 @@ import os, signal, sys, torch, torch.distributed as dist
 from zerograph.core.errors import RankError
 from zerograph.runtime.comm.collectives import connect, together
 from zerograph.runtime.comm.entry import Entry
-from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.comm.rendezvous import Rendezvous
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 3), rank=rank, world_size=3)
 cpu = torch.device("cpu")
-comm = connect(dist.group.WORLD, cpu, Meeting.open(dist.group.WORLD, cpu))
+comm = connect(dist.group.WORLD, cpu, Rendezvous.open(dist.group.WORLD, cpu))
 for step in range(3):
     if (step, rank) == (2, 2):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from links import Link
 
-from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.store_client import StoreClient, StoreLost
 
 
@@ -38,34 +38,34 @@ def test_questions_and_answers(tmp_path: Path) -> None:
     assert store.say_goodbye("left") and store.has("left")
 
 
-QUESTIONS: dict[str, Callable[[Meeting], object]] = {
-    "check": lambda meeting: meeting.check("in a test"),
-    "wait": lambda meeting: meeting.wait({0: "came/0"}, "for a test"),
-    "report": lambda meeting: meeting.reports([0]) and meeting.check("in a test"),
-    "meet": lambda meeting: meeting.meet(),
+QUESTIONS: dict[str, Callable[[Rendezvous], object]] = {
+    "check": lambda rendezvous: rendezvous.check("in a test"),
+    "wait": lambda rendezvous: rendezvous.wait({0: "came/0"}, "for a test"),
+    "report": lambda rendezvous: rendezvous.reports([0]) and rendezvous.check("in a test"),
+    "meet": lambda rendezvous: rendezvous.meet(),
 }
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_cut_link_is_an_error_after_the_timeout(question: str) -> None:
     server, link = served()
-    meeting = Meeting(behind(link), "test", 1, 2, 1.0)
-    meeting.report("is here")
+    rendezvous = Rendezvous(behind(link), "test", 1, 2, 1.0)
+    rendezvous.report("is here")
     link.cut()
     start = time.monotonic()
     with pytest.raises(StoreLost, match="does not answer rank 1: "):
-        QUESTIONS[question](meeting)
+        QUESTIONS[question](rendezvous)
     assert 0.9 < time.monotonic() - start < 10
     start = time.monotonic()
-    meeting.fail("ValueError: boom")  # which another error is on its way to say
+    rendezvous.fail("ValueError: boom")  # which another error is on its way to say
     with pytest.raises(StoreLost, match="a question has waited for more than 1 s"):
-        meeting.check("in a test")
+        rendezvous.check("in a test")
     assert time.monotonic() - start < 0.5, "nobody waits again for what is known to be lost"
     link.mend()
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
-            meeting.check("in a test")
+            rendezvous.check("in a test")
             break
         except StoreLost:
             time.sleep(0.05)
@@ -77,14 +77,14 @@ def test_a_cut_link_is_an_error_after_the_timeout(question: str) -> None:
 ENDS = """
 import sys, torch.distributed as dist
 from datetime import timedelta
-from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.store_client import StoreLost
-meeting = Meeting(dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=False), "test", 1, 2, 0.5)
-meeting.report("is here")
+rendezvous = Rendezvous(dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=False), "test", 1, 2, 0.5)
+rendezvous.report("is here")
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    meeting.check("in a test")
+    rendezvous.check("in a test")
 except StoreLost:
     print("lost", flush=True)
 """

@@ -1,4 +1,4 @@
-"""How long a rank waits for others: several meetings in one process, in threads, are the ranks."""
+"""How long a rank waits for others: several participants in one process, in threads, are the ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import pytest
 import torch.distributed as dist
 
 from zerograph.core.errors import CollectiveMismatch, RankError
-from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.waiting import Place, Wait
 
 
-def each(path: Path, *actions: Callable[[Meeting], None], timeout: float) -> list[Exception | None]:
+def each(path: Path, *actions: Callable[[Rendezvous], None], timeout: float) -> list[Exception | None]:
     """What every rank's action raises."""
     found: list[Exception | None] = [None] * len(actions)
-    meetings = [
-        Meeting(dist.FileStore(str(path / "store"), len(actions)), "test", rank, len(actions), timeout)
+    participants = [
+        Rendezvous(dist.FileStore(str(path / "store"), len(actions)), "test", rank, len(actions), timeout)
         for rank in range(len(actions))
     ]
 
     def act(rank: int) -> None:
-        meetings[rank].notice_after, meetings[rank].beat_every = 0.1, 0.2
+        participants[rank].notice_after, participants[rank].beat_every = 0.1, 0.2
         try:
-            actions[rank](meetings[rank])
+            actions[rank](participants[rank])
         except Exception as error:
             found[rank] = error
 
@@ -58,20 +58,20 @@ def test_who_waits_in_vain(other: Place, in_vain: bool) -> None:
     assert not plan.deadlocks_with(Place(1, 5, "plan", "for a plan"))
 
 
-def asks(what: str, rank: int) -> Callable[[Meeting], None]:
-    return lambda meeting: meeting.wait({rank: f"{what}/{rank}"}, f"for rank {rank} to tell {what}", what)
+def asks(what: str, rank: int) -> Callable[[Rendezvous], None]:
+    return lambda rendezvous: rendezvous.wait({rank: f"{what}/{rank}"}, f"for rank {rank} to tell {what}", what)
 
 
-def runs(meeting: Meeting) -> None:
-    meeting.programs += 1
-    with Wait(meeting, "in the forward", lambda: [1]) as wait:
+def runs(rendezvous: Rendezvous) -> None:
+    rendezvous.programs += 1
+    with Wait(rendezvous, "in the forward", lambda: [1]) as wait:
         while True:
             wait.look()
             time.sleep(0.05)
 
 
 @pytest.mark.parametrize("other", [asks("a plan", 1), runs], ids=["asks for something else", "runs"])
-def test_ranks_at_different_places_are_told_at_once(tmp_path: Path, other: Callable[[Meeting], None]) -> None:
+def test_ranks_at_different_places_are_told_at_once(tmp_path: Path, other: Callable[[Rendezvous], None]) -> None:
     start = time.monotonic()
     errors = each(tmp_path, other, asks("a budget", 0), timeout=60.0)
     assert time.monotonic() - start < 20
@@ -82,32 +82,32 @@ def test_ranks_at_different_places_are_told_at_once(tmp_path: Path, other: Calla
 
 
 def test_a_wait_that_ended_well_is_no_place(tmp_path: Path) -> None:
-    def late(meeting: Meeting) -> None:
+    def late(rendezvous: Rendezvous) -> None:
         time.sleep(1)
-        meeting.store.set("a plan/0", "")
-        asks("a budget", 1)(meeting)
+        rendezvous.store.set("a plan/0", "")
+        asks("a budget", 1)(rendezvous)
 
-    def soon(meeting: Meeting) -> None:
-        asks("a plan", 0)(meeting)
+    def soon(rendezvous: Rendezvous) -> None:
+        asks("a plan", 0)(rendezvous)
         time.sleep(1)
-        meeting.store.set("a budget/1", "")
+        rendezvous.store.set("a budget/1", "")
 
     assert each(tmp_path, late, soon, timeout=20.0) == [None, None]
 
 
 def test_a_rank_that_compiles_is_waited_for(tmp_path: Path) -> None:
-    def compiles(meeting: Meeting) -> None:
-        with meeting.compiling("forward"):
+    def compiles(rendezvous: Rendezvous) -> None:
+        with rendezvous.compiling("forward"):
             time.sleep(4)
-            meeting.store.set("a plan/0", "")
+            rendezvous.store.set("a plan/0", "")
 
     assert each(tmp_path, compiles, asks("a plan", 0), timeout=1.0) == [None, None]
 
 
 def test_one_that_itself_waits_does_not_count_as_compiling(tmp_path: Path) -> None:
-    def compiles(meeting: Meeting) -> None:
-        with meeting.compiling("forward"):
-            asks("a plan", 2)(meeting)
+    def compiles(rendezvous: Rendezvous) -> None:
+        with rendezvous.compiling("forward"):
+            asks("a plan", 2)(rendezvous)
 
     start = time.monotonic()
     errors = each(tmp_path, compiles, asks("a plan", 0), lambda _: time.sleep(5), timeout=1.5)

@@ -522,7 +522,7 @@ def _with_deaths(instructions: Sequence[Instruction], outputs: tuple[int | None,
     """Note on each instruction the registers that nothing reads after it."""
     alive = {r for r in outputs if r is not None}
     result: list[Instruction] = []
-    # From the end, so that a register's first meeting is its last use.
+    # From the end, so that a register is met first at its last use.
     for instruction in reversed(instructions):
         touched = dict.fromkeys(instruction.reads + instruction.writes)
         result.append(dataclasses.replace(instruction, dead=tuple(r for r in touched if r not in alive)))

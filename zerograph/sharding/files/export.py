@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zerograph.core.arguments import require
 from zerograph.core.errors import CheckpointError
-from zerograph.runtime.comm.meeting import noticed
+from zerograph.runtime.comm.rendezvous import noticed
 from zerograph.sharding.adopt import model_given
 from zerograph.sharding.shards import gather_to_first, group_of, is_first, on_first_rank
 

@@ -16,7 +16,7 @@ rank's name and error, and ends the generation as well. So all ranks end it, eac
 program: there is no other way on. A rank whose connection closes writes so instead, and ranks find out together who
 does not answer any more: that one is lost, and the one that saw it first did not fail.
 
-*Meeting.* The next ``enter`` of such a rank, or the next program it compiles, first says that it is here, and waits
+*Rendezvous.* The next ``enter`` of such a rank, or the next program it compiles, first says that it is here, and waits
 until all are. Then no rank works in the old generation any more, and none can begin to; each drops what it had in
 flight, and the next generation begins: message numbers, or the connections of a process group, are new ones, so nothing
 late can be taken for a message of now. Each rank deletes the keys it set in the old one.
@@ -57,12 +57,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Meeting(Peers):
+class Rendezvous(Peers):
     """How the ranks of one backend wait for each other, and go on after an error."""
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup, device: torch.device) -> Meeting:
-        """A meeting of the ranks of ``group``, who all call this."""
+    def open(cls, group: dist.ProcessGroup, device: torch.device) -> Rendezvous:
+        """A rendezvous of the ranks of ``group``, who all call this."""
         told = shared(group, (uuid.uuid4().hex, Process.here()))
         roster = Roster([process for _, process in told])
         return cls(default_store(), told[0][0], group.rank(), group.size(), timeout_of(group, device), roster)
@@ -130,10 +130,10 @@ class Meeting(Peers):
         self.report(f"compiled {what}")
 
 
-def _beat(meeting: weakref.ref[Meeting], ended: threading.Event, every: float) -> None:
+def _beat(rendezvous: weakref.ref[Rendezvous], ended: threading.Event, every: float) -> None:
     """Count on that others see this rank alive, while it does not itself wait for them."""
     while not ended.wait(every):
-        live = meeting()
+        live = rendezvous()
         if live is None:
             return
         if not live.waits:

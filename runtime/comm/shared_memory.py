@@ -28,7 +28,7 @@ from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype
 from zerograph.runtime.comm.entry import Entry, describe_difference
-from zerograph.runtime.comm.meeting import Meeting, shared
+from zerograph.runtime.comm.rendezvous import Rendezvous, shared
 from zerograph.runtime.comm.store_client import StoreLost
 from zerograph.runtime.comm.waiting import LOOK, Wait
 
@@ -63,25 +63,25 @@ class _Reducing:
     whole: tuple[int, list[int]] | None
 
 
-class MailboxCommunicator:
+class SharedMemoryCommunicator:
     """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
 
     name = "shared memory"
 
-    def __init__(self, mailbox: _core.Mailbox, meeting: Meeting) -> None:
-        self.mailbox, self.meeting = mailbox, meeting
-        self.rank, self.world_size = meeting.rank, meeting.world_size
+    def __init__(self, mailbox: _core.Mailbox, rendezvous: Rendezvous) -> None:
+        self.mailbox, self.rendezvous = mailbox, rendezvous
+        self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self.pool = BufferPool()
-        self._recovered = meeting.generation  # the mailbox's generation
+        self._recovered = rendezvous.generation  # the mailbox's generation
         self.entry, self.steps = Entry("start", 0, 0), 0
         self._salt = 0  # a part of every tag: of messages in other programs, and after other steps, none is equal
-        meeting.present = mailbox.is_present
+        rendezvous.present = mailbox.is_present
         weakref.finalize(self, mailbox.close)
 
     @property
     def generation(self) -> int:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        return self.meeting.generation
+        return self.rendezvous.generation
 
     def trim(self) -> None:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
@@ -110,22 +110,24 @@ class MailboxCommunicator:
         """Begin a program, whose entry is in the tag of every message."""
         self.rejoin()
         if self.mailbox.aborted():
-            self.meeting.check(f"with the {entry.program}")
+            self.rendezvous.check(f"with the {entry.program}")
         self.entry, self.steps = entry, entry.steps
-        self.meeting.programs += 1
+        self.rendezvous.programs += 1
         # An odd factor spreads the steps over 64 bits: a sum of small numbers could equal another program's.
         self._salt = (entry.sequence + entry.steps * _ODD) & _MASK
 
     def rejoin(self) -> None:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        if self.meeting.failed:
-            self.meeting.meet()
+        if self.rendezvous.failed:
+            self.rendezvous.meet()
         self._follow()
 
     def _follow(self) -> None:
-        """Bring the mailbox to the meeting's generation, which a Ctrl-C after they met may have kept from it."""
-        if self._recovered != self.meeting.generation:
-            self._recovered = self.meeting.generation  # first: a signal is handled after the next call, not before it
+        """Bring the mailbox to the rendezvous's generation, which a Ctrl-C after they met may have kept from it."""
+        if self._recovered != self.rendezvous.generation:
+            self._recovered = (
+                self.rendezvous.generation
+            )  # first: a signal is handled after the next call, not before it
             self.mailbox.recover(self._recovered)
 
     def leave(self) -> None:
@@ -136,12 +138,12 @@ class MailboxCommunicator:
 
     def _finish(self, verb: str, params: Sequence[Param], ticket: int, finish: Callable[[float], None]) -> None:
         """``finish(seconds)``, which may be called again after its TimeoutError, as long as there is hope."""
-        first = min(self.meeting.notice_after, self.meeting.timeout)
+        first = min(self.rendezvous.notice_after, self.rendezvous.timeout)
         with self._explained(verb, params):
             if _in_time(finish, first):
                 return
             missing = partial(self.mailbox.missing, ticket)
-            with Wait(self.meeting, self._doing(verb, params), missing, waited=first) as wait:
+            with Wait(self.rendezvous, self._doing(verb, params), missing, waited=first) as wait:
                 wait.look()
                 while not _in_time(finish, LOOK):
                     wait.look()
@@ -186,7 +188,7 @@ class MailboxCommunicator:
     def abort(self, reason: str) -> None:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         self._follow()  # else the mailbox ends a generation that is over, and nobody hears
-        self.meeting.fail(reason)
+        self.rendezvous.fail(reason)
         self.mailbox.abort(reason)
 
     @contextlib.contextmanager
@@ -199,13 +201,13 @@ class MailboxCommunicator:
         except _core.PeerError as error:
             doing = self._doing(verb, params)
             with contextlib.suppress(StoreLost):  # if it ended with the peer: the mailbox says who and why as well
-                self.meeting.check(doing)
-                self.meeting.refuse_gone(range(self.world_size), doing)
+                self.rendezvous.check(doing)
+                self.rendezvous.refuse_gone(range(self.world_size), doing)
             raise RankError(f"cannot go on {doing}: {error}", "look at the output of the rank that is named") from error
 
     def _difference(self, doing: str, error: _core.MismatchError) -> CollectiveMismatch:
         """The error with another rank's program; all see that messages differ as soon as they read one, and tell."""
-        store, name, mine = self.meeting.store, f"{self.generation}/entered", self.entry
+        store, name, mine = self.rendezvous.store, f"{self.generation}/entered", self.entry
         store.set(f"{name}/{self.rank}", mine.to_json())
         deadline = time.monotonic() + EXPLAINING
         for rank in [r for r in range(self.world_size) if r != self.rank]:
@@ -248,9 +250,11 @@ def _names(params: Sequence[Param]) -> str:
     return params[0].name + (f" and {len(params) - 1} more parameters" if len(params) > 1 else "")
 
 
-def open_mailbox(group: dist.ProcessGroup, meeting: Meeting | None = None) -> MailboxCommunicator | None:
+def open_shared_memory(
+    group: dist.ProcessGroup, rendezvous: Rendezvous | None = None
+) -> SharedMemoryCommunicator | None:
     """A mailbox between the ranks of ``group``, who all call this; None when they cannot share memory."""
-    meeting = meeting or Meeting.open(group, torch.device("cpu"))
+    rendezvous = rendezvous or Rendezvous.open(group, torch.device("cpu"))
     rank, world = group.rank(), group.size()
     # Another job's mailbox on this host must not be taken for one of ours.
     token = random.SystemRandom().getrandbits(63)
@@ -263,7 +267,7 @@ def open_mailbox(group: dist.ProcessGroup, meeting: Meeting | None = None) -> Ma
         log.info("no shared memory between ranks, using gloo: %s", reasons[0])
         mine.close(0.0)
         return None
-    return MailboxCommunicator(mine, meeting)
+    return SharedMemoryCommunicator(mine, rendezvous)
 
 
 def _connect(mailbox: _core.Mailbox, peers: list[tuple[str, int, int]]) -> str:
