@@ -255,7 +255,7 @@ class Executor:
         else:
             self._read(instruction, registers)
         if registers[out] is not None:
-            registers[out] = self.store.lift(registers[out])
+            registers[out] = self.store.copy_up(registers[out])
 
     def _wait_fetch(self, instruction: WaitFetch, registers: list[Any]) -> None:
         pending = registers[instruction.pending]
@@ -275,7 +275,7 @@ class Executor:
     def _fetch_saved(self, instruction: Read | Fetch, registers: list[Any]) -> None:
         (out,) = instruction.writes
         if instruction.staged:  # on its way from NVMe
-            registers[out] = self.store.saved.lift(registers[instruction.reads[0]])
+            registers[out] = self.store.saved.copy_up(registers[instruction.reads[0]])
         else:
             away = [registers[r] for r in instruction.reads]
             registers[out] = self.store.saved.fetch(away, instruction.moves[0])

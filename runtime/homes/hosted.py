@@ -44,7 +44,7 @@ class Copy:
     under_way: Transfer | None = None
     is_late: bool = False
 
-    def land(self) -> None:
+    def arrive(self) -> None:
         """Let ``tensor`` have its values."""
         if self.under_way is not None:
             self.under_way.wait()  # if that raises, as Ctrl-C does, nobody takes the copy for whole
@@ -54,7 +54,7 @@ class Copy:
         """Let ``tensor`` be memory that may be written over: a lone rank's gather is the copy itself, and somebody may
         still look at it."""
         if self.tensor is not None:
-            self.land()
+            self.arrive()
             if not memory_is_unshared(self.tensor):
                 self.tensor = torch.empty_like(self.tensor)
 

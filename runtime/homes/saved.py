@@ -207,7 +207,7 @@ class SavedActivations:
         there."""
         found = Returning(list(away), away, [], [])
         if tier == "host":
-            return self.lift(found)
+            return self.copy_up(found)
         for span in _spans(away):
             slot = None if _stays(away, span) else self._slot_of(span.bytes)
             if slot is not None:
@@ -217,7 +217,7 @@ class SavedActivations:
                     found.here[k] = _as(away[k], span.bytes, target)
         return found
 
-    def lift(self, returning: Returning) -> Returning:
+    def copy_up(self, returning: Returning) -> Returning:
         """Begin to copy to the device what is on the host, or is read to there."""
         host = self._host()
         assert host is not None  # where a plan has something there

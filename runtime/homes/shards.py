@@ -384,10 +384,10 @@ class ShardStore:
 
     def start_fetch(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
         """Begin to bring to the device what programs gather of ``params``, whose outward ``shards`` are given."""
-        return self.lift(self.start_read(params, shards))
+        return self.copy_up(self.start_read(params, shards))
 
     def start_read(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
-        """Begin to bring from NVMe to the host, or to a device that has no other memory, what :meth:`lift` brings to
+        """Begin to bring from NVMe to the host, or to a device that has no other memory, what :meth:`copy_up` brings to
         the device."""
         for update in list(self.following):
             update.wait_for({self._gathers[p.name] for p in params if p.name in self._gathers})
@@ -405,7 +405,7 @@ class ShardStore:
                     found[name] = shard.detach()  # nothing was planned yet
                     on_host.add(name)
             elif copy is not None and copy.tensor is not None:
-                copy.land()
+                copy.arrive()
                 found[name] = copy.tensor
             elif copy is not None and copy.cast is not None:
                 found[name] = copy.cast
@@ -432,7 +432,7 @@ class ShardStore:
         fetch.on_host = [place for place, p in enumerate(params) if p.name in on_host]
         return fetch
 
-    def lift(self, fetch: Fetch) -> Fetch:
+    def copy_up(self, fetch: Fetch) -> Fetch:
         """Begin to copy to the device what of ``fetch`` is on the host, or will be."""
         if fetch.on_host:
             reads, fetch.under_way = fetch.under_way, []
@@ -568,7 +568,7 @@ class ShardStore:
         found = copy.tensor if copy.cast is None else copy.cast
         return found.as_strided((found.numel(),), (1,)) if found is not None else None
 
-    def lifted(self, param: Tensor) -> str:
+    def through_device(self, param: Tensor) -> str:
         """The name of ``param``, if it is on the host and updated on the device; else empty."""
         name = self._names().get(id(param), "") if self.updates == "device" else ""
         self._copy(name)

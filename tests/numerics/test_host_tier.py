@@ -3,7 +3,7 @@
 Its host counts as a second memory (``Machine.split``): copies between the two are real and go on in a thread.
 More optimizers and placements are in test_offload.py and test_random_plans.py. What is there is kept by
 ``runtime/homes/hosted.py``, and moved by ``runtime/homes/host.py`` or ``runtime/testing/simulated_host.py``;
-``optim/lifted.py`` updates on the device what is there.
+``optim/through_device.py`` updates on the device what is there.
 """
 
 from __future__ import annotations

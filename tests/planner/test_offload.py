@@ -239,8 +239,8 @@ def plans(draw: st.DrawFn) -> Drawn:
     inside = [f"{layer}:{name}" for layer in recompute for name in ("up", "act")]
     save = tuple(name for name in inside if draw(st.booleans()))
     plan = replace(plan, buckets=tuple(buckets), offload=offload, recompute=recompute, save=save)
-    lifts = not any(bucket.homes.optimizer == "nvme" for bucket in buckets)
-    plan = replace(plan, update=draw(st.sampled_from(["host", "device"])) if lifts else "host")
+    passes = not any(bucket.homes.optimizer == "nvme" for bucket in buckets)
+    plan = replace(plan, update=draw(st.sampled_from(["host", "device"])) if passes else "host")
     if plan.update == "host":
         plan = replace(plan, overlap=draw(st.sampled_from(OVERLAPS)))
     plan = replace(plan, fetch_ahead=draw(st.integers(1, 4)), reductions=draw(st.integers(1, 3)))

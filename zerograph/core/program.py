@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Param, ParamTile, Residency
+from zerograph.core.segment_profile import SegmentProfile
 from zerograph.core.step import Kind, layer_of
-from zerograph.core.stretch import Stretch
 from zerograph.core.timeline import Operation, Stream
 from zerograph.core.units import format_bytes
 
@@ -440,7 +440,7 @@ class Segment:
     operators: int
     flops: int = 0
     moved: int = 0
-    memory: Stretch = Stretch()  # noqa: RUF009  immutable
+    memory: SegmentProfile = SegmentProfile()  # noqa: RUF009  immutable
     slices: int = 1
     packed: int = 0
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from zerograph.core.stretch import Operator, Stretch, stretch
+from zerograph.core.segment_profile import Operator, SegmentProfile, segment_profile
 from zerograph.graph.nodes import is_size, is_view
 from zerograph.graph.torch_private import OpOverload, behind_generator, is_recomputable
 
@@ -182,10 +182,10 @@ def is_cheap_to_repeat(node: fx.Node, without: Container[fx.Node] = ()) -> bool:
     return bytes_of(node.meta.get("val")) * 4 >= inputs
 
 
-def memory_inside(nodes: Sequence[fx.Node], outs: Sequence[fx.Node], given: Sequence[fx.Node] = ()) -> Stretch:
+def memory_inside(nodes: Sequence[fx.Node], outs: Sequence[fx.Node], given: Sequence[fx.Node] = ()) -> SegmentProfile:
     """The memory that a compiled segment holds while it runs; last uses of ``given`` inputs are by position."""
     operators = [_operator(node) for node in nodes if not is_view(node) and not is_size(node)]
-    found = stretch(operators, {memory_owner(node) for node in outs})
+    found = segment_profile(operators, {memory_owner(node) for node in outs})
     until: dict[Hashable, int] = {
         at: found.until[owner] for at, node in enumerate(given) if (owner := memory_owner(node)) in found.until
     }

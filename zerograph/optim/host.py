@@ -29,12 +29,12 @@ from zerograph.optim.clip import power_sum
 from zerograph.optim.delayed import DelayedSteps
 from zerograph.optim.factor import Asked, Factor
 from zerograph.optim.forward import ForwardSteps
-from zerograph.optim.lifted import Lifted
 from zerograph.optim.options import Options
 from zerograph.optim.overlap import EarlySteps
 from zerograph.optim.parts import GroupParts, Member, Part, Row, parts_of
 from zerograph.optim.stream import Stored, Stream
 from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of, uses_kernels
+from zerograph.optim.through_device import ThroughDevice
 from zerograph.optim.torch_private import hooked_step, tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks
@@ -311,7 +311,7 @@ class HostOptimizer(Optimizer):
     def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
         plans = self.prepare(rows)
-        calls, touched, stored, apart, lifted = [], [], [], [], []
+        calls, touched, stored, apart, passing = [], [], [], [], []
         for plan, row in zip(plans, rows, strict=True):
             for part in plan.parts:
                 own = row.grads.of(part.indices)
@@ -320,8 +320,8 @@ class HostOptimizer(Optimizer):
                 if part.stored:
                     stored.append(Stored(part, plan.slots))
                     apart.append((self.algorithm.rule(row.group), own))
-                elif part.lifted:
-                    lifted.append((part, self.algorithm.rule(row.group), own))
+                elif part.through_device:
+                    passing.append((part, self.algorithm.rule(row.group), own))
                 elif part.tensors is None:
                     self._on_device(row.group, part, own, factor)
                 else:
@@ -332,10 +332,10 @@ class HostOptimizer(Optimizer):
         streams = []
         if stored and self.store is not None:
             streams.append(self._streamed(self.store, stored, apart, factor.number))
-        if lifted and self.store is not None:
-            passing = Lifted(self, self.store, [part for part, _, _ in lifted], slots.SLOT)
-            rules, theirs = [rule for _, rule, _ in lifted], [own for _, _, own in lifted]
-            streams.append(functools.partial(passing.run, rules, theirs, factor.number))
+        if passing and self.store is not None:
+            through = ThroughDevice(self, self.store, [part for part, _, _ in passing], slots.SLOT)
+            rules, theirs = [rule for _, rule, _ in passing], [own for _, _, own in passing]
+            streams.append(functools.partial(through.run, rules, theirs, factor.number))
         if arrival is not None:
             streams = [functools.partial(_update_arrived, arrival, calls, factor.number, streams)]
             return PendingUpdate(None, touched, streams, self._tell_updated)
@@ -398,12 +398,12 @@ class HostOptimizer(Optimizer):
     ) -> Member:
         """The parameter's state, made where it is missing and brought home, in the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
-        place, (copy, streamed, lifted) = places.get(id(param)), self._kept_of(param)
+        place, (copy, streamed, through) = places.get(id(param)), self._kept_of(param)
         if not local.numel() or not (slots or streamed or self._keeps_master(param)):
             place = None  # nothing to stream
         # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
         if not (self.algorithm.counts or slots or self._keeps_master(param)):
-            return Member(index, local, local, [], None, False, place, copy, streamed, lifted)
+            return Member(index, local, local, [], None, False, place, copy, streamed, through)
         state = self.state[param]
         if self.algorithm.counts:
             at = local.device if self.algorithm.counts_on_device else torch.device("cpu")
@@ -428,13 +428,15 @@ class HostOptimizer(Optimizer):
                 state["master"] = _fitted(master, param, torch.float32, f"master of {name}")
             target = local_tensor(state["master"])
         states = [local_tensor(state[s]) for s in slots]
-        return Member(index, local, target, states, state.get("step"), fresh, place, copy, streamed, lifted)
+        return Member(index, local, target, states, state.get("step"), fresh, place, copy, streamed, through)
 
     def _kept_of(self, param: Tensor) -> tuple[Tensor | None, tuple[tuple[str, torch.dtype], ...], str]:
         """The copy gathered in place of ``param``, its tensors on NVMe, and its name if it is updated elsewhere."""
         store = self.store
         return (
-            (store.copy_of(param), store.streamed(param), store.lifted(param)) if store is not None else (None, (), "")
+            (store.copy_of(param), store.streamed(param), store.through_device(param))
+            if store is not None
+            else (None, (), "")
         )
 
     def _stored(

@@ -30,7 +30,8 @@ class Member:
         fresh: its momentum starts from this gradient.
         place: where its states are on NVMe; None where they are not.
         copy: in the dtype that computes, written when it is updated; None where that is not in memory here.
-        lifted: its name in the store, where its update is computed on the device and its states are on the host; else
+        through_device: its name in the store, where its update is computed on the device and its states are on the
+        host; else
             empty.
         streamed: what of it passes through slots besides its states, by the store's names.
     """
@@ -44,7 +45,7 @@ class Member:
     place: Place | None = None
     copy: Tensor | None = None
     streamed: tuple[tuple[str, torch.dtype], ...] = ()
-    lifted: str = ""
+    through_device: str = ""
 
 
 @dataclass(slots=True)
@@ -78,9 +79,9 @@ class Part:
         return self.members[0].place is not None
 
     @property
-    def lifted(self) -> bool:
+    def through_device(self) -> bool:
         """Whether states are on the host, and updated on the device."""
-        return bool(self.members[0].lifted)
+        return bool(self.members[0].through_device)
 
     def follow_copies(self) -> None:
         """Let masters follow low-precision parameters that something else has changed since the last update: where a
@@ -214,7 +215,7 @@ def parts_of(
             m.place is None,
             m.copy is None,
             m.streamed,
-            not m.lifted,
+            not m.through_device,
         )
         kinds.setdefault(kind, []).append((m, dtype))
     found = []
@@ -223,7 +224,7 @@ def parts_of(
         part = Part(
             members, [m.index for m in members], _watched(layout, members), dtype, fresh=[m.fresh for m in members]
         )
-        if uses_kernels(members[0].local) and not (part.stored or part.lifted):
+        if uses_kernels(members[0].local) and not (part.stored or part.through_device):
             part.tensors = _tensor_set(members, part.mastered)
         found.append(part)
     return found

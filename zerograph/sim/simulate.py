@@ -8,9 +8,9 @@ Every rule of a step is told here, once, for programs that the planner sketches 
   program has ended. Where nothing overlaps, as on a CPU, the next compute comes after any collective.
 - A bucket that is whole is not gathered again, and is whole until it is freed and not kept.
 - Memory is taken when the instruction starts that writes a register of it first, and given back at the end of the last
-  that names one dead; what a segment holds meanwhile is told in :mod:`zerograph.core.stretch`. A transfer allocates its
-  result when it starts. A collective gives back what it reads at its end; where nothing overlaps, at the end of what
-  computes before the wait.
+  that names one dead; what a segment holds meanwhile is told in :mod:`zerograph.core.segment_profile`. A transfer
+  allocates its result when it starts. A collective gives back what it reads at its end; where nothing overlaps, at the
+  end of what computes before the wait.
 - Where buckets use buffers again, as between CPU ranks, a gathered one takes its buffer when it is waited for.
   :mod:`zerograph.sim.buffers` says which; a free one is memory until it goes.
 - A staging buffer is one place of a ring: whoever works in it waits for all that worked in what was there before.

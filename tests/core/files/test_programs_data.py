@@ -18,7 +18,7 @@ from zerograph.core.files.columns import from_mixed_table, mixed_table
 from zerograph.core.files.programs_data import programs_data, programs_of
 from zerograph.core.plan import Param, tile_params
 from zerograph.core.program import Compute, Free, Gather, Place, Program, Register, Segment, View, WaitGather
-from zerograph.core.stretch import Stretch
+from zerograph.core.segment_profile import SegmentProfile
 from zerograph.planner.programs.sketch import settled, sketch
 
 
@@ -40,7 +40,7 @@ FORWARD = Program(
         Compute(0, (2,), (3,), module="m", source="m.py:1"),
         View(3, 1, 0, 2, 4), Place((1,), 1, True, shape=(-1, 4)), Free(0, (2,), (2,), kept=True),
     ),
-    (3, None), (Segment("d", 2, 5, memory=Stretch((4, 6), (0, 1), 2, {0: 1, 3: 0})),), CONTENTS, ("bucket",),
+    (3, None), (Segment("d", 2, 5, memory=SegmentProfile((4, 6), (0, 1), 2, {0: 1, 3: 0})),), CONTENTS, ("bucket",),
 )  # fmt: skip
 UPDATE = Program(
     "update", 0, 5, (), (), FORWARD.segments, (*CONTENTS, Register("s", 0, 4, "state", "host")), carries=True

@@ -58,7 +58,7 @@ def gone(saved: SavedActivations, tensors: Sequence[Tensor], way: tuple[Tier, ..
 
 def back_from(saved: SavedActivations, away: Sequence[Tensor], way: tuple[Tier, ...]) -> list[Tensor]:
     returning = saved.fetch(away, way[-1])
-    return saved.finish(saved.lift(returning) if len(way) > 1 else returning)
+    return saved.finish(saved.copy_up(returning) if len(way) > 1 else returning)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from zerograph.core.files.columns import from_mixed_table, from_table, mixed_table, table
 from zerograph.core.plan import Param, ParamTile
 from zerograph.core.program import Compute, Free, Instruction, Program, Register, Segment
-from zerograph.core.stretch import Stretch
+from zerograph.core.segment_profile import SegmentProfile
 
 
 def programs_data(programs: Sequence[Program]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def programs_of(data: dict[str, Any]) -> tuple[Program, ...]:
     found: list[Program] = []
     for part in data["programs"]:
         segments, contents = (found[-1].segments, found[-1].contents) if part["carries"] and found else ((), ())
-        added = (replace(s, memory=_stretch(*s.memory)) for s in from_table(Segment, part["segments"]))
+        added = (replace(s, memory=_profile(*s.memory)) for s in from_table(Segment, part["segments"]))
         instructions = from_mixed_table(get_args(Instruction), part["instructions"])
         program = Program(
             kind=part["kind"],
@@ -82,12 +82,12 @@ def _with_params(instruction: Any, change: Callable[[Any], Any]) -> Any:
     return replace(instruction, params=tuple(map(change, instruction.params)))
 
 
-def _told(memory: Stretch) -> list[Any]:
+def _told(memory: SegmentProfile) -> list[Any]:
     return [memory.levels, memory.begins, memory.left, list(memory.until.items())]
 
 
-def _stretch(levels: list[int], begins: list[int], left: int, until: list[tuple[Hashable, int]]) -> Stretch:
-    return Stretch(tuple(levels), tuple(begins), left, dict(until))
+def _profile(levels: list[int], begins: list[int], left: int, until: list[tuple[Hashable, int]]) -> SegmentProfile:
+    return SegmentProfile(tuple(levels), tuple(begins), left, dict(until))
 
 
 def _require_places(program: Program) -> None:

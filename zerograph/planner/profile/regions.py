@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from zerograph.core.segment_profile import Operator, SegmentProfile, segment_profile
 from zerograph.core.step import Param, Phase, Step, layer_of_activation
-from zerograph.core.stretch import Operator, Stretch, stretch
 from zerograph.planner.profile.liveness import Graph, Mode, Saved, saved
 
 
@@ -38,7 +38,7 @@ class Work:
     """The operations of a region in one mode, and the memory it holds; an input is named by the value's number."""
 
     atoms: tuple[Atom, ...]
-    memory: Stretch
+    memory: SegmentProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ def _work(graph: Graph, sequence: Sequence[int], kept: Saved, crossing: _Crossin
     given = {graph.owner[r] for i in sequence if graph.ops[i].flops for r in graph.reads[i]}
     moved = sum(graph.size[v] for found in (inputs, fused & (stays | given)) for v in found)
     atoms = tuple(_atoms(graph, sequence, moved, crossing))
-    memory = stretch([_operator(graph, i) for i in sequence], stays, [atom.end for atom in atoms[:-1]])
+    memory = segment_profile([_operator(graph, i) for i in sequence], stays, [atom.end for atom in atoms[:-1]])
     return Work(atoms, memory)
 
 

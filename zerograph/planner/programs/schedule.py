@@ -23,8 +23,8 @@ from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Homes, Plan
 from zerograph.core.prefetching import Visit, gathers_by_start, visits
 from zerograph.core.program import Compute, Register, Segment, Update
+from zerograph.core.segment_profile import SegmentProfile
 from zerograph.core.step import Kind, Param, Phase
-from zerograph.core.stretch import Stretch
 from zerograph.planner.profile.regions import Atom, Life, Profile
 from zerograph.planner.programs.placement import BucketPart, bucket_parts, ring_bytes, streamed
 from zerograph.planner.programs.rates import Rates, device_update
@@ -224,7 +224,7 @@ class Scheduler:
         found = self._segments.get(key)
         if found is None:
             found = self._segments[key] = len(self.segments)
-            self.segments.append(Segment("", 0, flops, moved, Stretch((temporary,)), slices, packed))
+            self.segments.append(Segment("", 0, flops, moved, SegmentProfile((temporary,)), slices, packed))
         return found
 
     def held(self, region: int, level: int, saved: SavedRegisters) -> Sequence[int]:

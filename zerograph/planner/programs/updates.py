@@ -53,7 +53,7 @@ def update_away(
 ) -> list[Move]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
     arguments are those of :func:`host_update`."""
-    update = _lifted_update if where == "device" and homes.optimizer == "host" else host_update
+    update = _update_through_device if where == "device" and homes.optimizer == "host" else host_update
     return update(scheduler, bucket, tile, tiles, homes, number, arrived, norm)
 
 
@@ -75,7 +75,7 @@ def updated(scheduler: Buckets, bucket: int, tile: int, tiles: int) -> int:
     return scheduler.registers.get(("updated", bucket, tile, tiles), f"update of {label}", 0, "param")
 
 
-def _lifted_update(
+def _update_through_device(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
     norm: int,
 ) -> list[Move]:  # fmt: skip
@@ -84,14 +84,14 @@ def _lifted_update(
     gradient, placed = part.shards.gradient, part.shards.at(homes)
     slot, beside = slot_of(scheduler, "update", number), homes.parameters == "host"
 
-    def lifted(what: str, size: int, kind: Kind) -> tuple[int, ...]:
-        key = ("lifted", what, bucket, tile, tiles)
-        return (scheduler.registers.get(key, f"lifted {what} of {part.label}", size, kind),) if size else ()
+    def here(what: str, size: int, kind: Kind) -> tuple[int, ...]:
+        key = ("on the device", what, bucket, tile, tiles)
+        return (scheduler.registers.get(key, f"{what} of {part.label} on the device", size, kind),) if size else ()
 
     # New parameters that live on the device are written there; what has no copy passes through like states.
     states = placed.optimizer + placed.shared * beside
-    gradients, kept = lifted("gradient", gradient, "gradient"), lifted("states", states, "state")
-    copy = lifted("copy", placed.copies * beside, "param")
+    gradients, kept = here("gradient", gradient, "gradient"), here("states", states, "state")
+    copy = here("copy", placed.copies * beside, "param")
     start = (norm,) if norm >= 0 else ()
     up, down = states + gradient, states + placed.copies * beside
     what, label = "states", part.label
@@ -144,8 +144,8 @@ def host_update(
         reads = (*start, *(() if homes.gradients == "device" else arrived))
         instructions.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
     # New parameters that live on the host are written straight there; for another tier they pass a buffer.
-    lands = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
-    copy = staged("copy", placed.copies, "param") if lands else ()
+    passes = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
+    copy = staged("copy", placed.copies, "param") if passes else ()
     inputs = (*start, *(() if copies else arrived), *gradients, *states)
     instructions.append(
         HostUpdate(

@@ -1,13 +1,13 @@
-"""How much memory a stretch of operators takes while it runs: a layer of a sketch, or a compiled segment. No torch.
+"""How much memory a segment takes while it runs: a layer of a sketch, or a compiled segment. No torch.
 
 The rule of both, so that the planner's count of a step and the forecast of its programs agree:
 
 - Memory is what kernels of their own write (products, reductions, scatters), what products read, and what outlives the
-  stretch. Everything else fuses into what reads it.
+  segment. Everything else fuses into what reads it.
 - It is taken where it is written, and free after the last kernel that reads it, be it through operators that fuse.
-- An element-wise kernel writes over what a product or such a kernel of the stretch has made, has its size, is not read
+- An element-wise kernel writes over what a product or such a kernel of the segment has made, has its size, is not read
   after it, and is summed nowhere: a reduction fuses with it, and one kernel that reads memory twice writes elsewhere.
-- An input of the stretch is free after its last use too, if nobody else holds it.
+- An input of the segment is free after its last use too, if nobody else holds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 class Operator(NamedTuple):
-    """One operator of a stretch; views are none.
+    """One operator of a segment; views are none.
 
     Attributes:
         writes: the memory that it writes, under a name of the caller's.
@@ -38,13 +38,13 @@ class Operator(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """The memory that a stretch holds, in intervals that end where an input of it is read last.
+class SegmentProfile:
+    """The memory that a segment holds, in intervals that end where an input of it is read last.
 
     Attributes:
         levels: by interval, the most bytes that it has made and not freed.
         begins: by interval, the operator that it begins with.
-        left: bytes that outlive the stretch.
+        left: bytes that outlive the segment.
         until: of what it is given, the interval of the last use.
     """
 
@@ -71,11 +71,13 @@ class Stretch:
         return max(self.held(dying)) - self.left
 
 
-def stretch(operators: Sequence[Operator], stays: Collection[Hashable], cuts: Sequence[int] = ()) -> Stretch:
+def segment_profile(
+    operators: Sequence[Operator], stays: Collection[Hashable], cuts: Sequence[int] = ()
+) -> SegmentProfile:
     """Follow ``operators``.
 
     Args:
-        stays: memory that outlives the stretch.
+        stays: memory that outlives the segment.
         cuts: operators with which an interval begins, whatever is read last before it.
     """
     whole = {name for op in operators if op.product for name in op.reads}
@@ -105,7 +107,7 @@ def stretch(operators: Sequence[Operator], stays: Collection[Hashable], cuts: Se
         live -= dying.pop(at, 0)
     left = sum(size for op, size in zip(operators, takes, strict=True) if op.writes in stays)
     until = {name: bisect_right(begins, at) - 1 for name, at in given.items()}
-    return Stretch(tuple(levels) or (0,), tuple(begins), left, until)
+    return SegmentProfile(tuple(levels) or (0,), tuple(begins), left, until)
 
 
 def _kernel_ends(operators: Sequence[Operator]) -> list[int]:

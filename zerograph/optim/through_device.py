@@ -55,7 +55,7 @@ class _Chunk:
             self.under_way.pop().arrive()
 
 
-class Lifted:
+class ThroughDevice:
     """The update of some parts, again and again."""
 
     def __init__(self, owner: Optimizer, store: ShardStore, parts: Sequence[Part], most: int) -> None:
@@ -75,16 +75,19 @@ class Lifted:
         chunks: list[_Chunk] = []
         self._cut_slots(chunks)
         follow = [
-            [self._store.begin_to_follow(m.lifted) if a else None for m, a in zip(p.members, g.addresses, strict=True)]
+            [
+                self._store.begin_to_follow(m.through_device) if a else None
+                for m, a in zip(p.members, g.addresses, strict=True)
+            ]
             for p, g in zip(self.parts, grads, strict=True)
         ]
         try:
             through_slots(
                 chunks,
-                lambda chunk: self._lift(chunk, grads[chunk.part]),
+                lambda chunk: self._copy_up(chunk, grads[chunk.part]),
                 _Chunk.settle,
                 lambda chunk: _core.update([self._call(chunk, rules[chunk.part], grads[chunk.part])], factor),
-                lambda chunk: self._lower(chunk, grads[chunk.part], follow[chunk.part]),
+                lambda chunk: self._copy_down(chunk, grads[chunk.part], follow[chunk.part]),
             )
         except BaseException as error:
             owner = self._owner()
@@ -114,7 +117,7 @@ class Lifted:
         fresh = [part.fresh[p.member] for p in chunk.pieces] if part.fresh else []
         return rule, chunk.tensors, at, TAGS[part.grad_dtype], fresh
 
-    def _lift(self, chunk: _Chunk, grads: Gradients) -> None:
+    def _copy_up(self, chunk: _Chunk, grads: Gradients) -> None:
         part = self.parts[chunk.part]
         for piece in chunk.pieces:
             member, grad = part.members[piece.member], grads.tensors[piece.member]
@@ -123,7 +126,7 @@ class Lifted:
                     there, here = _pair(tensor, chunk.slot, piece, at)
                     chunk.under_way.append(self._memory.start([(there, here)]))
 
-    def _lower(self, chunk: _Chunk, grads: Gradients, follow: Sequence[Tensor | None]) -> None:
+    def _copy_down(self, chunk: _Chunk, grads: Gradients, follow: Sequence[Tensor | None]) -> None:
         part = self.parts[chunk.part]
         for piece in chunk.pieces:
             member, copy = part.members[piece.member], follow[piece.member]
