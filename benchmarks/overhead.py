@@ -18,8 +18,8 @@ from zerograph.core.plan import Bucket, Plan
 from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Segment, WaitGather
 from zerograph.core.step import Param
 from zerograph.runtime.comm.entry import Entry
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.executor import Executor, Runtime
-from zerograph.runtime.executor.hold import GradientHold
 from zerograph.runtime.executor.residency import GatheredCache, StepCount
 from zerograph.runtime.executor.telemetry import Telemetry
 from zerograph.runtime.homes.nvme import Arena
@@ -78,9 +78,9 @@ def executor() -> Executor:
         ]
         register, x = out + 1, out
     program = Program("forward", inputs, register, tuple(steps), (x,), (Segment("0" * 16, 1),))
-    hold = GradientHold({})
-    cache = GatheredCache(Plan(3, 2, tuple(buckets), 1), StepCount(), hold)
-    runtime = Runtime(0, Nowhere(), cache, hold, Telemetry(), ShardStore({}, nowhere))  # type: ignore[arg-type]
+    accumulation = GradientAccumulation({})
+    cache = GatheredCache(Plan(3, 2, tuple(buckets), 1), StepCount(), accumulation)
+    runtime = Runtime(0, Nowhere(), cache, accumulation, Telemetry(), ShardStore({}, nowhere))  # type: ignore[arg-type]
     return Executor(program, [_first], runtime)
 
 

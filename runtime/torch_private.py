@@ -117,7 +117,7 @@ def accumulated_directly() -> set[int]:
 
 def has_gradient_hooks(param: Tensor) -> bool:
     """Whether the user has hooks on the gradient of ``param``, which can be registered and not asked for; that of
-    ``GradientHold`` does not count. Seen in 2.11, 2.13."""
+    ``GradientAccumulation`` does not count. Seen in 2.11, 2.13."""
     accumulated = (param._post_accumulate_grad_hooks or {}).keys()  # type: ignore[attr-defined]
     return bool(param._backward_hooks or accumulated - {param.__dict__.get("_zg_followed")})
 

@@ -32,9 +32,9 @@ from zerograph.planner.profile.loss import why_whole
 from zerograph.planner.profile.tiling import apart
 from zerograph.runtime import delayed
 from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import EarlyUpdates
 from zerograph.runtime.executor.executor import Runtime
-from zerograph.runtime.executor.hold import GradientHold
 from zerograph.runtime.executor.residency import GatheredCache, StepCount
 from zerograph.runtime.executor.telemetry import Telemetry
 from zerograph.runtime.executor.uncompiled import UncompiledReads
@@ -66,14 +66,14 @@ class Backend:
         self._telemetry = Telemetry()
         # The same sets and dicts for all: adoption fills them when a model comes, and everyone sees it.
         self._steps = StepCount(self._adoption.known)
-        self._hold = GradientHold(self._adoption.params)
+        self._accumulation = GradientAccumulation(self._adoption.params)
         self._store = ShardStore(self._adoption.params, self._open_arena)
         self._waiting: dict[str, int] = {}  # bytes of activations on NVMe, by the user's function
         self._optimizers = OptimizerCheck(
             self._adoption.known,
             self._adoption.replaced,
             lambda: self._adoption.skipped(self),
-            self._hold,
+            self._accumulation,
             self._telemetry,
             self._communicator,
             self._store,
@@ -156,12 +156,12 @@ class Backend:
         self._compile_for(ranks, self.config)
 
     def _compile_for(self, ranks: Ranks, config: Config) -> None:
-        steps, hold, telemetry = self._steps, self._hold, self._telemetry
+        steps, accumulation, telemetry = self._steps, self._accumulation, self._telemetry
 
         def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
-            cache = GatheredCache(steps, hold)
+            cache = GatheredCache(steps, accumulation)
             comm, store, early = ranks.communicator, self._store, self._early
-            return Runtime(index, comm, cache, hold, telemetry, store, ranks.device, code, early)
+            return Runtime(index, comm, cache, accumulation, telemetry, store, ranks.device, code, early)
 
         self._planner = Planner(
             config,
@@ -216,7 +216,9 @@ class Backend:
         """How code that is not compiled reads parameters; None on a lone rank."""
         if ranks.communicator is None or ranks.mesh is None:
             return None
-        return UncompiledReads(ranks.communicator, self._adoption.known, self._steps, self._hold, self.config.sharding)
+        return UncompiledReads(
+            ranks.communicator, self._adoption.known, self._steps, self._accumulation, self.config.sharding
+        )
 
     def _complete_gradients(self) -> None:
         """Reduce with the other ranks what no backward of this one has: gradients of what ranks read as they like."""
@@ -240,11 +242,11 @@ class Backend:
         As with DistributedDataParallel, the reduction then covers all of them at once. Costs the memory of the full
         gradients at every stage.
         """
-        before, self._hold.active = self._hold.active, True
+        before, self._accumulation.active = self._accumulation.active, True
         try:
             yield
         finally:
-            self._hold.active = before
+            self._accumulation.active = before
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.plan import Param
 from zerograph.runtime.delayed import is_read_eagerly
-from zerograph.runtime.executor.hold import are_marks
+from zerograph.runtime.executor.accumulation import are_marks
 from zerograph.runtime.torch_private import (
     accumulated_directly,
     after_backward,

@@ -35,8 +35,8 @@ from zerograph.core.slots import LEAVING
 from zerograph.runtime.buffers import padded
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.comm.entry import Entry, reason_of
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import EarlyUpdates
-from zerograph.runtime.executor.hold import GradientHold
 from zerograph.runtime.executor.residency import GatheredCache
 from zerograph.runtime.executor.telemetry import Telemetry, label
 from zerograph.runtime.homes.saved import Returning
@@ -54,7 +54,7 @@ class Runtime:
         frame: number of the frame, for telemetry.
         comm: the transport; None where programs hold no collectives.
         cache: buckets that stay whole between programs.
-        hold: gradients kept back by ``no_sync``, shared by all frames of the backend.
+        accumulation: gradients kept back by ``no_sync``, shared by all frames of the backend.
         store: where shards live, of all frames of the backend.
         device: where segments run.
         code: the user's function that was compiled, for messages.
@@ -64,7 +64,7 @@ class Runtime:
     frame: int
     comm: Communicator | None
     cache: GatheredCache
-    hold: GradientHold
+    accumulation: GradientAccumulation
     telemetry: Telemetry
     store: ShardStore
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
@@ -82,7 +82,7 @@ class Executor:
         self.program, self.segments = program, segments
         self.runtime, self.frame = runtime, runtime.frame
         self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
-        self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
+        self.cache, self.accumulation, self.telemetry = runtime.cache, runtime.accumulation, runtime.telemetry
         self.store, self.early = runtime.store, runtime.early
         # What the transport keeps is then of no use before the next forward.
         self.trims = program.kind == "backward" and not program.gathers_again
@@ -106,7 +106,7 @@ class Executor:
         args.clear()
         for register in self.unread:
             registers[register] = None
-        held = self.hold.state
+        held = self.accumulation.state
         if program.kind == "inference":
             self.store.settle_updates(self.names)
         elif program.kind == "backward":
@@ -118,7 +118,7 @@ class Executor:
             self.store.refuse_half_done()
             if program.kind != "backward":
                 self.store.drop_pages()
-            elif not self.hold.active:
+            elif not self.accumulation.active:
                 self.store.read_ahead()
             self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
             if self.trims and self.sequence:
@@ -139,7 +139,7 @@ class Executor:
         except BaseException as error:
             self.cache.clear()
             self.store.abandon()
-            self.hold.state = held
+            self.accumulation.state = held
             if self.comm is not None:
                 self.comm.abort(reason_of(error))
             self.early.abandon(reason_of(error))
@@ -285,10 +285,10 @@ class Executor:
         first = instruction.params[0]
         if isinstance(first, ParamTile) and not instruction.staged:
             there = [self._with_tile(instruction, first, there[0], registers)]
-        elif not self.hold.active:
+        elif not self.accumulation.active:
             there = (self.store.stage if instruction.staged else self.store.spill)(instruction.params, there)
         # What no_sync holds back is whole, and here; autograd gets marks in its place.
-        if not self.hold.active and instruction.complete:
+        if not self.accumulation.active and instruction.complete:
             if isinstance(instruction, Spill):
                 there = self.early.take(instruction.bucket, instruction.params, there, self.store.arrival())
             else:
@@ -301,19 +301,19 @@ class Executor:
     ) -> Tensor | None:
         """The tensor for autograd in place of a gradient, as one more of its tiles moves."""
         into: Tensor | None = None if tile.begin == 0 else registers[instruction.writes[0]]
-        if not self.hold.active:
+        if not self.accumulation.active:
             assert grad is not None
             return self.store.spill_tile(tile, grad, into)
-        return self.hold.mark(tile.name) if tile.begin == 0 else into
+        return self.accumulation.mark(tile.name) if tile.begin == 0 else into
 
     def _reduce(self, instruction: Reduce, registers: list[Any]) -> None:
         grads: list[Tensor] = [registers[r] for r in instruction.reads]
-        if self.hold.active:
-            registers[instruction.out] = (None, self.hold.add(instruction.params, grads, self.comm))
+        if self.accumulation.active:
+            registers[instruction.out] = (None, self.accumulation.add(instruction.params, grads, self.comm))
         else:
             registers[instruction.out] = (
                 instruction.params,
-                self.comm.start_reduce(instruction.params, self.hold.take(instruction.params, grads)),
+                self.comm.start_reduce(instruction.params, self.accumulation.take(instruction.params, grads)),
             )
 
     def _wait_reduce(self, instruction: WaitReduce, registers: list[Any]) -> None:

@@ -16,7 +16,7 @@ from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.collectives import Communicator, together
 from zerograph.runtime.comm.entry import Entry, sequence_of
-from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.torch_private import after_backward, current_backward, placed_as
 
@@ -38,9 +38,9 @@ def settle(params: Iterable[Tensor]) -> None:
 class LateGradients:
     """Those of one backend."""
 
-    def __init__(self, comm: Communicator, steps: StepCount, hold: GradientHold) -> None:
+    def __init__(self, comm: Communicator, steps: StepCount, accumulation: GradientAccumulation) -> None:
         _ALL.add(self)
-        self._comm, self._steps, self._hold = comm, steps, hold
+        self._comm, self._steps, self._accumulation = comm, steps, accumulation
         # By ``id``, in the order in which all ranks first made them whole.
         self._params: dict[int, tuple[Param, Tensor]] = {}
         self._own: dict[int, Tensor] = {}  # of this rank, full, from the backward that runs
@@ -52,7 +52,7 @@ class LateGradients:
         for described, outward in params:
             if described.trainable:
                 self._params[id(outward)] = described, outward  # in another dtype than last time, perhaps
-                self._hold.apart.add(described.name)
+                self._accumulation.apart.add(described.name)
                 self._expected = True
 
     @property
@@ -80,27 +80,27 @@ class LateGradients:
 
     def settle(self) -> None:
         """Reduce with the other ranks, if this one has not in a backward: its loss depended on no such parameter."""
-        if self._expected and not self._hold.active:
+        if self._expected and not self._accumulation.active:
             self._reduce()
 
     def _end(self) -> None:
         self._waiting = None
-        self._keep_back() if self._hold.active else self._reduce()
+        self._keep_back() if self._accumulation.active else self._reduce()
 
     @torch.no_grad()
     def _keep_back(self) -> None:
         """Inside of ``no_sync`` gradients are held, and a later backward reduces them."""
         for described, outward in [self._params[key] for key in self._own]:
-            (mark,) = self._hold.add([described], [self._own[id(outward)]], self._comm)
+            (mark,) = self._accumulation.add([described], [self._own[id(outward)]], self._comm)
             _accumulate(outward, mark)
         self._own.clear()
 
     @torch.no_grad()
     def _reduce(self) -> None:
         own, self._own, self._expected = self._own, {}, False
-        before = self._hold.state
-        held = {key: self._hold.withdraw(described) for key, (described, _) in self._params.items()}
-        # One by one, as autograd and GradientHold do: the sum has the same bits.
+        before = self._accumulation.state
+        held = {key: self._accumulation.withdraw(described) for key, (described, _) in self._params.items()}
+        # One by one, as autograd and GradientAccumulation do: the sum has the same bits.
         rounds = [[(*pair, grads.get(key)) for key, pair in self._params.items()] for grads in (own, held)]
         names = [described.name for described, _ in self._params.values()]
         entry = Entry("reduction of gradients of uncompiled forwards", sequence_of(names), self._steps.own)
@@ -111,7 +111,7 @@ class LateGradients:
                 for each in rounds:
                     reduced += self._reduced([one for one in each if next(found)])
         except BaseException:
-            self._hold.state = before  # of micro-batches that did not fail
+            self._accumulation.state = before  # of micro-batches that did not fail
             raise
         for outward, grad in reduced:
             _accumulate(outward, grad)

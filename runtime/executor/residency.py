@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zerograph.core.plan import Param
-from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 
 
 class StepCount:
@@ -62,8 +62,8 @@ class StepCount:
 class GatheredCache:
     """The buckets of one frame that stay whole after their last use in a program."""
 
-    def __init__(self, steps: StepCount, hold: GradientHold) -> None:
-        self._steps, self._hold = steps, hold
+    def __init__(self, steps: StepCount, accumulation: GradientAccumulation) -> None:
+        self._steps, self._accumulation = steps, accumulation
         self._full: dict[int, Mapping[str, Tensor]] = {}
         self._stale: set[int] = set()  # of these the buckets that the forward has not gathered anew yet
         self._gathered_at = (-1, 0)
@@ -84,7 +84,7 @@ class GatheredCache:
         now = (self._steps.value, generation)
         # Any optimizer counts, not only those of the backend: a step of a foreign one may write to the same tensors.
         # Whether gradients are held may have to be read from a device: it is asked where it matters.
-        if now != self._gathered_at or (kind != "backward" and self._full and not self._hold.open):
+        if now != self._gathered_at or (kind != "backward" and self._full and not self._accumulation.open):
             self._gathered_at = now
             self._stale = set(self._full)
         if kind != "forward":

@@ -17,7 +17,7 @@ from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.collectives import Communicator, together
 from zerograph.runtime.comm.entry import ROUTES, Entry, reason_of, sequence_of
-from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.late_gradients import LateGradients, in_messages
 from zerograph.runtime.executor.residency import StepCount
 
@@ -36,11 +36,16 @@ class UncompiledReads:
     """
 
     def __init__(
-        self, comm: Communicator, known: Container[int], steps: StepCount, hold: GradientHold, stage: int
+        self,
+        comm: Communicator,
+        known: Container[int],
+        steps: StepCount,
+        accumulation: GradientAccumulation,
+        stage: int,
     ) -> None:
         self.comm, self.known, self._steps = comm, known, steps
         self.routes = stage < 3
-        self.late, self.told = LateGradients(comm, steps, hold), set[str]()
+        self.late, self.told = LateGradients(comm, steps, accumulation), set[str]()
 
     def __deepcopy__(self, _: object) -> UncompiledReads:
         """A copy of a model has the same ranks."""

@@ -23,7 +23,7 @@ from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime import delayed
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.comm.entry import reason_of
-from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.executor.telemetry import Telemetry
 from zerograph.runtime.homes.shards import ShardStore
@@ -47,7 +47,7 @@ class OptimizerCheck:
         params: Collection[int],
         replaced: Container[Tensor],
         skipped: Callable[[], Iterable[Tensor]],
-        hold: GradientHold,
+        accumulation: GradientAccumulation,
         telemetry: Telemetry,
         communicator: Callable[[], Communicator | None],
         store: ShardStore,
@@ -61,7 +61,7 @@ class OptimizerCheck:
         """
         self._telemetry, self._communicator, self._store, self._steps = telemetry, communicator, store, steps
         self._complete = complete
-        self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
+        self._params, self._replaced, self._skipped, self._accumulation = params, replaced, skipped, accumulation
         self._memory: dict[int, _Memory] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._refused: ZeroGraphError | None = None  # on its way to the caller
@@ -182,8 +182,8 @@ class OptimizerCheck:
         """
         if not _moves(optimizer):
             return
-        if self._hold.names and self._holds_own(optimizer):
-            self._hold.refuse_step()
+        if self._accumulation.names and self._holds_own(optimizer):
+            self._accumulation.refuse_step()
         self._look_at(optimizer)
 
     def _look_at(self, optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ from zerograph.graph.torch_private import resolve_group, skip_frame
 from zerograph.runtime.buffers import dtype_name
 from zerograph.runtime.comm.collectives import connect
 from zerograph.runtime.comm.rendezvous import Rendezvous
-from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.torch_private import backend_name
@@ -35,7 +35,7 @@ def reads_of_group(name: str, device: torch.device) -> UncompiledReads:
     known, reads = _OF_GROUPS.get(name, (None, None))
     if reads is None or known is not group:  # names of groups that were destroyed are used again
         rendezvous = None if backend_name(group, device) == "fake" else Rendezvous.open(group, device)
-        reads = UncompiledReads(connect(group, device, rendezvous), (), StepCount(), GradientHold({}), 3)
+        reads = UncompiledReads(connect(group, device, rendezvous), (), StepCount(), GradientAccumulation({}), 3)
         _OF_GROUPS[name] = (group, reads)
     return reads
 

@@ -28,8 +28,8 @@ from zerograph.core.program import (
     WaitReduce,
 )
 from zerograph.core.step import Param
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.executor import Executor, Runtime
-from zerograph.runtime.executor.hold import GradientHold
 from zerograph.runtime.executor.residency import GatheredCache, StepCount
 from zerograph.runtime.executor.telemetry import Telemetry
 from zerograph.runtime.homes.nvme import Arena
@@ -76,8 +76,10 @@ def _nowhere(size: int) -> Arena:
 
 def executor(program: Program, *segments: Any) -> tuple[Executor, Recorder]:
     comm = Recorder()
-    hold = GradientHold({"w": comm.param})
-    runtime = Runtime(0, comm, GatheredCache(StepCount(), hold), hold, Telemetry(), ShardStore({}, _nowhere))  # type: ignore[arg-type]
+    accumulation = GradientAccumulation({"w": comm.param})
+    runtime = Runtime(
+        0, comm, GatheredCache(StepCount(), accumulation), accumulation, Telemetry(), ShardStore({}, _nowhere)
+    )  # type: ignore[arg-type]
     return Executor(program, segments, runtime), comm
 
 
@@ -252,9 +254,9 @@ def test_a_backward_that_fails_leaves_held_gradients_for_the_next_try() -> None:
 
     run, comm = executor(reducing, segment)
     comm.param.requires_grad_()
-    run.hold.active = True
+    run.accumulation.active = True
     run([torch.ones(4)])
-    run.hold.active, fails[0] = False, True
+    run.accumulation.active, fails[0] = False, True
     with pytest.raises(ZeroDivisionError):
         run([torch.ones(4)])
     fails[0] = False

@@ -16,7 +16,7 @@ from zerograph.core.plan import Residency
 from zerograph.core.program import ends_whole, stays_whole
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import GroupCommunicator
-from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import GatheredCache, StepCount
 
 W = Param("w", (4,), "float32", "float32", "float32", True, True)
@@ -24,13 +24,13 @@ V = Param("v", (2,), "float32", "bfloat16", "float32", True, True)
 FULL = [torch.ones(4), torch.ones(2, dtype=torch.bfloat16)]
 
 
-Made = tuple[GatheredCache, StepCount, GradientHold, GroupCommunicator]
+Made = tuple[GatheredCache, StepCount, GradientAccumulation, GroupCommunicator]
 
 
 @pytest.fixture
 def made(group: dist.ProcessGroup) -> Made:
-    steps, hold = StepCount(), GradientHold({"w": torch.zeros(4, requires_grad=True)})
-    return GatheredCache(steps, hold), steps, hold, GroupCommunicator(group, torch.device("cpu"))
+    steps, accumulation = StepCount(), GradientAccumulation({"w": torch.zeros(4, requires_grad=True)})
+    return GatheredCache(steps, accumulation), steps, accumulation, GroupCommunicator(group, torch.device("cpu"))
 
 
 def gather(cache: GatheredCache, kind: str, residency: Residency = "step") -> bool:
@@ -45,11 +45,11 @@ def gather(cache: GatheredCache, kind: str, residency: Residency = "step") -> bo
 
 
 @contextmanager
-def holding(hold: GradientHold, comm: GroupCommunicator) -> Iterator[None]:
+def holding(accumulation: GradientAccumulation, comm: GroupCommunicator) -> Iterator[None]:
     """As between the backwards of two micro-batches, of which the first one is in ``no_sync``."""
-    hold.add((W,), [torch.ones(4)], comm)
+    accumulation.add((W,), [torch.ones(4)], comm)
     yield
-    hold.take((W,), [torch.ones(4)])
+    accumulation.take((W,), [torch.ones(4)])
 
 
 KINDS = ["forward", "backward", "forward", "backward", "inference", "forward"]
@@ -66,16 +66,16 @@ KINDS = ["forward", "backward", "forward", "backward", "inference", "forward"]
 def test_how_long_a_bucket_stays_whole(
     made: Made, residency: Residency, apart: list[bool], under_no_sync: list[bool]
 ) -> None:
-    cache, _, hold, comm = made
+    cache, _, accumulation, comm = made
     assert [gather(cache, kind, residency) for kind in KINDS] == apart
     cache.clear()
-    with holding(hold, comm):
+    with holding(accumulation, comm):
         assert [gather(cache, kind, residency) for kind in KINDS] == under_no_sync
 
 
 def test_a_step_a_failure_and_ranks_that_met_again_make_it_stale(made: Made) -> None:
-    cache, steps, hold, comm = made
-    with holding(hold, comm):
+    cache, steps, accumulation, comm = made
+    with holding(accumulation, comm):
         assert gather(cache, "forward") and not gather(cache, "forward")
         steps.value += 1
         assert gather(cache, "forward") and not gather(cache, "forward")
@@ -86,10 +86,10 @@ def test_a_step_a_failure_and_ranks_that_met_again_make_it_stale(made: Made) -> 
 
 
 def test_an_inference_keeps_nothing_and_reads_what_is_kept(made: Made) -> None:
-    cache, _, hold, comm = made
+    cache, _, accumulation, comm = made
     assert gather(cache, "inference")
     assert cache.bytes == 0
-    with holding(hold, comm):
+    with holding(accumulation, comm):
         assert gather(cache, "forward") and not gather(cache, "inference")
 
 
@@ -164,7 +164,7 @@ def test_a_count_that_is_gone_is_not_told() -> None:
 def test_gradients_are_looked_at_only_where_something_stays_whole(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that waits for the last backward."""
     asked: list[str] = []
-    monkeypatch.setattr(GradientHold, "open", property(lambda _: bool(asked.append("open"))))
+    monkeypatch.setattr(GradientAccumulation, "open", property(lambda _: bool(asked.append("open"))))
     cache, *_ = made
     for _ in range(2):
         gather(cache, "forward", "use")

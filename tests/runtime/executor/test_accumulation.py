@@ -14,8 +14,8 @@ from waits import Unread
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import GroupCommunicator
-from zerograph.runtime.executor import hold
-from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor import accumulation
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 
 CPU = torch.device("cpu")
 
@@ -25,20 +25,20 @@ def spec(name: str) -> Param:
 
 
 class Programs:
-    """What programs do with a hold, for parameters that are multiplied by a number and summed."""
+    """What programs do with a accumulation, for parameters that are multiplied by a number and summed."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.params = {name: nn.Parameter(torch.ones(2)) for name in ("w", "v")}
-        self.hold = GradientHold(self.params)
+        self.accumulation = GradientAccumulation(self.params)
         self.comm = GroupCommunicator(group, CPU)
 
     def backward(self, *names: str, by: float, held: bool = False) -> None:
-        self.hold.active = held
+        self.accumulation.active = held
         sum(Read.apply(self.params[name], self, spec(name), by) for name in names).backward()
 
     def uncompiled(self, name: str, by: float) -> None:
         """A backward that no program has part in."""
-        self.hold.active = False
+        self.accumulation.active = False
         (self.params[name].sum() * by).backward()
 
     def grads(self, name: str = "w") -> list[float]:
@@ -55,11 +55,11 @@ class Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        hold, grad = ctx.programs.hold, torch.full((2,), ctx.by)
-        if hold.active:
-            (result,) = hold.add([ctx.spec], [grad], ctx.programs.comm)
+        accumulation, grad = ctx.programs.accumulation, torch.full((2,), ctx.by)
+        if accumulation.active:
+            (result,) = accumulation.add([ctx.spec], [grad], ctx.programs.comm)
         else:
-            (result,) = hold.take([ctx.spec], [grad])
+            (result,) = accumulation.take([ctx.spec], [grad])
         return result, None, None, None
 
 
@@ -67,12 +67,12 @@ class Read(torch.autograd.Function):
 def programs(group: dist.ProcessGroup, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Programs:
     """Of gradients that the host can look at, and of those that are read as a device's are."""
     if request.param == "device":
-        monkeypatch.setattr(hold, "_is_read_at_once", lambda local: False)
+        monkeypatch.setattr(accumulation, "_is_read_at_once", lambda local: False)
     return Programs(group)
 
 
 def test_a_device_is_waited_for_once_in_a_backward(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hold, "_is_read_at_once", lambda local: False, raising=False)
+    monkeypatch.setattr(accumulation, "_is_read_at_once", lambda local: False, raising=False)
     programs = Programs(group)
     for held, reads in ((True, 0), (True, 1), (False, 1), (False, 0)):
         with Unread() as seen:
@@ -84,13 +84,13 @@ def test_a_device_is_waited_for_once_in_a_backward(group: dist.ProcessGroup, mon
 def test_what_is_held_comes_with_the_next_gradient(programs: Programs) -> None:
     programs.backward("w", by=1.0, held=True)
     assert programs.grads() == [0.0, 0.0]
-    assert programs.hold.open and programs.hold.names == ("w",)
+    assert programs.accumulation.open and programs.accumulation.names == ("w",)
     programs.backward("w", by=2.0, held=True)
     assert programs.grads() == [0.0, 0.0]
     programs.backward("w", by=4.0)
     assert programs.grads() == [7.0, 7.0]
-    assert not programs.hold.open and programs.hold.names == ()
-    programs.hold.refuse_step()
+    assert not programs.accumulation.open and programs.accumulation.names == ()
+    programs.accumulation.refuse_step()
 
 
 def test_it_adds_to_a_gradient_that_is_there(programs: Programs) -> None:
@@ -105,7 +105,7 @@ def test_what_the_next_backward_does_not_read_is_reduced_at_its_end(programs: Pr
     programs.backward("w", "v", by=1.0, held=True)
     programs.backward("v", by=2.0)
     assert (programs.grads("w"), programs.grads("v")) == ([1.0, 1.0], [3.0, 3.0])
-    assert programs.hold.names == ()
+    assert programs.accumulation.names == ()
 
 
 def test_an_uncompiled_backward_ends_it_too(programs: Programs) -> None:
@@ -132,9 +132,9 @@ def test_gradients_that_the_user_drops_are_dropped_whole(
         programs.backward("w", by=before)
     programs.backward("w", by=1.0, held=True)
     drop(programs.params["w"])
-    assert not programs.hold.open
-    programs.hold.refuse_step()
-    assert programs.hold.names == ()
+    assert not programs.accumulation.open
+    programs.accumulation.refuse_step()
+    assert programs.accumulation.names == ()
     programs.backward("w", by=2.0)
     assert programs.grads() == [2.0, 2.0]
 
@@ -151,7 +151,7 @@ CHANGES: list[Callable[[nn.Parameter], object]] = [
 @pytest.mark.parametrize(
     "then",
     [
-        lambda programs: programs.hold.refuse_step(),
+        lambda programs: programs.accumulation.refuse_step(),
         lambda programs: programs.backward("w", by=2.0, held=True),
         lambda programs: programs.backward("w", by=2.0),
     ],
@@ -171,15 +171,15 @@ def test_a_step_on_a_part_of_the_gradients_is_refused(programs: Programs) -> Non
     programs.backward("w", "v", by=1.0, held=True)
     programs.params["v"].grad = None
     with pytest.raises(ZeroGraphError, match="holds back gradients of 1 parameters, the first of w"):
-        programs.hold.refuse_step()
+        programs.accumulation.refuse_step()
 
 
 def test_a_backward_that_fails_can_be_undone(programs: Programs) -> None:
     programs.backward("w", by=1.0, held=True)
-    before = programs.hold.state
-    programs.hold.take([spec("w")], [torch.ones(2)])
-    assert programs.hold.names == ()
-    programs.hold.state = before
+    before = programs.accumulation.state
+    programs.accumulation.take([spec("w")], [torch.ones(2)])
+    assert programs.accumulation.names == ()
+    programs.accumulation.state = before
     programs.backward("w", by=2.0)
     assert programs.grads() == [3.0, 3.0]
 
@@ -187,10 +187,10 @@ def test_a_backward_that_fails_can_be_undone(programs: Programs) -> None:
 def test_held_gradients_are_summed_in_the_dtype_of_reductions(group: dist.ProcessGroup) -> None:
     """Many small ones are not lost beside a large one, as they would be in bfloat16."""
     low = Param("w", (2,), "bfloat16", "bfloat16", "float32", True, True)
-    hold = GradientHold({"w": nn.Parameter(torch.ones(2, dtype=torch.bfloat16))})
+    accumulation = GradientAccumulation({"w": nn.Parameter(torch.ones(2, dtype=torch.bfloat16))})
     comm = GroupCommunicator(group, CPU)
     for number in (256.0, 1.0, 1.0):
-        (mark,) = hold.add([low], [torch.full((2,), number, dtype=torch.bfloat16)], comm)
+        (mark,) = accumulation.add([low], [torch.full((2,), number, dtype=torch.bfloat16)], comm)
         assert mark.dtype is torch.bfloat16 and mark.signbit().all() and not mark.any()
-    (total,) = hold.take([low], [torch.ones(2, dtype=torch.bfloat16)])
+    (total,) = accumulation.take([low], [torch.ones(2, dtype=torch.bfloat16)])
     assert (total.dtype, total.tolist()) == (torch.float32, [259.0, 259.0])

@@ -21,7 +21,7 @@ from zerograph.runtime.comm.entry import Entry, sequence_of
 from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
 
 
-class GradientHold:
+class GradientAccumulation:
     """The held gradients of one backend, over all its frames."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -38,7 +38,7 @@ class GradientHold:
 
     @property
     def state(self) -> tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:
-        """The gradients held now; set to it again when a backward fails, the hold is as before that backward."""
+        """The gradients held now; set to it again when a backward fails, it is as before that backward."""
         return dict(self._held), dict(self._left)
 
     @state.setter
@@ -144,10 +144,10 @@ class GradientHold:
         if "_zg_followed" in param.__dict__:
             return
         # A hook lives as long as its parameter, and must not keep a backend that is gone, with its gradients.
-        hold = weakref.ref(self)
+        accumulation = weakref.ref(self)
 
         def accumulated(p: Tensor) -> None:
-            live = hold()
+            live = accumulation()
             if live is not None and (name, 0) in live._held:
                 live._accumulated(name, p)
 
