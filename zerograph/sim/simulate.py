@@ -494,8 +494,9 @@ class _Cells:
         self._run, self._program = run, program
         for register in program.given:
             content = program.contents[register]
+            module = next((program.module(each) for each in program.instructions if register in each.reads), "")
             self._at[content.storage] = _Cell(
-                content.name, content.kind, content.tier, content.bytes, -1, "", "", register, 1
+                content.name, content.kind, content.tier, content.bytes, -1, module, "", register, readers=1
             )
         if program.carries:
             return
