@@ -146,7 +146,8 @@ class TracedOnce:
         config, ranks = self.backend.config, self.backend._adoption.ranks
         assert ranks is not None
         values = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
-        options = config.sharding == 0, config.dtype, config.reduce_dtype, config.loss_only, config.offloads
+        leaves = ranks.size == 1 and config.offloads  # else a lone rank splits nothing
+        options = config.sharding == 0, config.dtype, config.reduce_dtype, config.loss_only, leaves
         # Ranks of other numbers have other shards.
         return type(self.model), self.model.training, torch.is_grad_enabled(), ranks.size, options, values
 
