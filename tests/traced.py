@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from zerograph.api import Backend
+from zerograph.compiler import driver
 from zerograph.compiler.compilation import Compilation, Plain
 from zerograph.compiler.driver import _checked, _planned, compile_joint, to_program
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.lowering.segments import Callee
 from zerograph.compiler.repetition.fold import _Traced, joint_of
+from zerograph.compiler.repetition.simplify import simplified
 from zerograph.compiler.repetition.unfold import Joint
 from zerograph.compiler.shard_inputs import _exchanging
 from zerograph.compiler.torch_private import as_when_called, lazily_coded, trace_and_split
@@ -43,6 +46,7 @@ class Graph:
         rows: places of inputs that are sharded parameters.
         plain, ends_at_break: see :class:`~zerograph.compiler.frame.Frame`.
         trains: whether there is a backward.
+        simple: the graph behind Inductor's passes, which ask for no plan, once they ran.
     """
 
     joint: Joint
@@ -51,21 +55,22 @@ class Graph:
     plain: Sequence[Plain]
     ends_at_break: bool
     trains: bool
-
-    def copied(self) -> Joint:
-        """For one run to change."""
-        graph, old = fx.Graph(), self.joint.gm
-        graph.output(graph.graph_copy(old.graph, {})).meta = dict(output_of(old.graph).meta)
-        return self.joint._replace(gm=lazily_coded(old, graph))
+    simple: list[fx.GraphModule] = field(default_factory=list)
 
     def compiled(self, compilation: Compilation, index: int) -> Programs:
         """What the compiler of a backend makes of it."""
         frame = Frame(compilation, index, "model", self.plain, self.ends_at_break)
-        if self.trains:
-            return frame, compile_joint(frame, self.copied())
-        gm = self.copied().gm
-        with without_gc(), as_when_called(gm):
-            return frame, {"inference": to_program(frame, "inference", _planned(frame, "inference", gm))}
+        gm = _copied(self.joint.gm)
+        with patch.object(driver, "simplified", self._simplified):
+            if self.trains:
+                return frame, compile_joint(frame, self.joint._replace(gm=gm))
+            with without_gc(), as_when_called(gm):
+                return frame, {"inference": to_program(frame, "inference", _planned(frame, "inference", gm))}
+
+    def _simplified(self, gm: fx.GraphModule, repeat: None) -> fx.GraphModule:
+        if not self.simple:
+            self.simple.append(simplified(gm, repeat))
+        return _copied(self.simple[0])
 
     def call(self, executors: Mapping[str, Executor], named: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
         """What the model returns for the arguments ``given``, of parameters and buffers by name."""
@@ -76,6 +81,13 @@ class Graph:
         for place in self.rows:
             read[place] = local_tensor(read[place]).detach()
         return executors["inference"](read)[0]
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """For one run to change."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {})).meta = dict(output_of(gm.graph).meta)
+    return lazily_coded(gm, graph)
 
 
 def trace(backend: Backend, model: nn.Module, params: Mapping[str, nn.Parameter], given: Sequence[Tensor]) -> Graph:
@@ -134,7 +146,8 @@ class TracedOnce:
         config, ranks = self.backend.config, self.backend._adoption.ranks
         assert ranks is not None
         values = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
-        options = config.sharding == 0, config.dtype, config.reduce_dtype, config.loss_only, config.offloads
+        leaves = ranks.size == 1 and config.offloads  # else a lone rank splits nothing
+        options = config.sharding == 0, config.dtype, config.reduce_dtype, config.loss_only, leaves
         # Ranks of other numbers have other shards.
         return type(self.model), self.model.training, torch.is_grad_enabled(), ranks.size, options, values
 

@@ -282,7 +282,7 @@ def _record_with_logits(kind: str) -> tuple[int, int]:
     import transformers
 
     sizes = {"vocab_size": 8000, "hidden_size": 64, "intermediate_size": 128}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 4}
     torch.manual_seed(0)
     if kind == "llama":
         model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **layers))

@@ -164,7 +164,7 @@ def _of_transformers(folder: str) -> None:
     transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
     small = {"vocab_size": 67, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     llama = transformers.LlamaConfig(**small, num_hidden_layers=6, num_key_value_heads=1)
-    gpt2 = transformers.GPT2Config(vocab_size=67, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    gpt2 = transformers.GPT2Config(vocab_size=67, n_embd=16, n_layer=1, n_head=2, n_positions=32)
     for make, compute in (
         (lambda: transformers.LlamaForCausalLM(llama), "eager"),  # of six layers four are traced; keys are returned
         (lambda: transformers.GPT2LMHeadModel(gpt2), "inductor"),  # with dropout

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import Rank
 from models import GPT
-from numerics.compare import assert_same, full, full_values, mean_over_ranks
+from numerics.compare import assert_same, full, full_values, mean_over_ranks, seeded
 from ranks import run
 from torch import Tensor, nn
 
@@ -93,7 +93,7 @@ def planned(
     """A plan file in which every parameter that can be is in so many tiles."""
 
     machine = SPLIT if "host" in homes.away else machine_named("cpu")
-    away = {"offload": "parameters", "tier": "nvme", "path": str(path.parent), "machine": machine} if homes.away else {}
+    away = {"offload": "parameters", "tier": "nvme", "path": "/", "machine": machine} if homes.away else {}
     found = harness.dry_run(world_size, made, net, bucket_size=4, **away, **options)
     file = forecast_file("tests", found, machine)
     buckets = []
@@ -146,6 +146,10 @@ class Training:
 
 def adamw(model: Any) -> torch.optim.Optimizer:
     return zerograph.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def backward(rank: Rank, seed: int) -> float:
@@ -209,9 +213,9 @@ def _trained(plan: Path, count: int, options: dict[str, Any]) -> tuple[list[floa
     return *training.result(), before
 
 
-def _tiled_and_whole(tiled: Path, whole: Path, options: dict[str, Any]) -> None:
-    losses, values, after, before = _trained(tiled, 20, options)
-    expected, truth, last, first = _trained(whole, 20, options)
+def _tiled_and_whole(tiled: Path, whole: Path, net: type[nn.Module]) -> None:
+    losses, values, after, before = _trained(tiled, 20, {"net": net, "compute": "inductor"})
+    expected, truth, last, first = _trained(whole, 20, {"net": net})
     torch.testing.assert_close(before, first, rtol=1e-6, atol=1e-6)
     assert losses == pytest.approx(expected, rel=1e-6)
     for name, value in truth.items():
@@ -222,7 +226,7 @@ def _tiled_and_whole(tiled: Path, whole: Path, options: dict[str, Any]) -> None:
 @NETS
 def test_tiles_train_as_whole_parameters_from_end_to_end(net: type[nn.Module], tmp_path: Path) -> None:
     tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, net=net) for tiles in (3, 1))
-    run(2, _tiled_and_whole, tiled, whole, {"compute": "inductor", "net": net})
+    run(2, _tiled_and_whole, tiled, whole, net)
 
 
 NVME, HOST = Homes("nvme", "nvme", "nvme"), Homes("host", "host", "host")
@@ -289,8 +293,9 @@ def test_updates_inside_of_backwards(homes: Homes, tmp_path: Path) -> None:
         assert_same(ours, theirs)
 
 
-def _sizes(tiled: Path, whole: Path, net: type[nn.Module]) -> None:
-    ours, truth = Training(tiled, net), Training(whole, net)
+def _sizes(tiled: Path, net: type[nn.Module]) -> None:
+    ours, truth = Training(tiled, net), Training(None, net)
+    truth.compiled = truth.model  # PyTorch's own
     for training in (ours, truth):
         for rows in (2, 3, 5, 1):  # the second number makes a dynamic graph
             training.backward(rows, rows)
@@ -301,42 +306,34 @@ def _sizes(tiled: Path, whole: Path, net: type[nn.Module]) -> None:
     for (name, p), q in zip(ours.model.named_parameters(), truth.model.parameters(), strict=True):
         if q.grad is not None:
             torch.testing.assert_close(
-                full(p.grad), full(q.grad), rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+                full(p.grad), mean_over_ranks(q.grad), rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
             )
 
 
 @pytest.mark.slow
 @NETS
 def test_batches_of_other_sizes_of_one_token_and_of_none(net: type[nn.Module], tmp_path: Path) -> None:
-    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, net=net) for tiles in (3, 1))
-    run(2, _sizes, tiled, whole, net)
-
-
-def _in_16_bits(tiled: Path, whole: Path, net: type[nn.Module]) -> None:
-    ours, truth = (_trained(plan, 5, {"dtype": torch.bfloat16, "net": net}) for plan in (tiled, whole))
-    assert ours[0] == pytest.approx(truth[0], rel=1e-2)
-    for name, value in truth[1].items():
-        torch.testing.assert_close(ours[1][name], value, rtol=1e-2, atol=1e-2)
+    run(2, _sizes, planned(tmp_path / "plan.json", 2, 3, net=net), net)
 
 
 @NETS
 def test_computing_in_16_bits(net: type[nn.Module], tmp_path: Path) -> None:
-    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, net=net, dtype=torch.bfloat16) for tiles in (3, 1))
-    run(2, _in_16_bits, tiled, whole, net)
+    bf16 = {"dtype": torch.bfloat16}
+    ours, truth = (
+        trained(planned(tmp_path / f"{tiles}.json", 2, tiles, net=net, **bf16), 2, net, partial(trains, 5), **bf16)
+        for tiles in (3, 1)
+    )
+    torch.testing.assert_close(ours, truth, rtol=1e-2, atol=1e-2)
 
 
-def _asked(wanted: Any, tiles: dict[str, int]) -> None:
-    losses = []
-    for tile in (wanted, "off"):
-        training = Training(None, stage=3, bucket_size=2000, tile=tile)
-        training.steps(3)
-        losses.append(training.losses)
-        if tile != "off":
-            found = {b.params[0]: b.tiles for b in training.backend.report().buckets if b.tiles > 1}
-            assert found == tiles
-            assert training.backend.report().peak_whole_buckets == 2  # a tile counts as a bucket, and prefetch is 1
-            assert "up.weight" not in tiles or "in 5 tiles of 1" in str(training.backend.report())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+def _asked(tiles: dict[str, int], rank: Rank) -> Tensor:
+    losses = trains(3, rank)["losses"]
+    if tiles:
+        report = rank.backend.report()
+        assert {b.params[0]: b.tiles for b in report.buckets if b.tiles > 1} == tiles
+        assert report.peak_whole_buckets == 2  # a tile counts as a bucket, and prefetch is 1
+        assert "up.weight" not in tiles or "in 5 tiles of 1" in str(report)
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -347,7 +344,14 @@ def _asked(wanted: Any, tiles: dict[str, int]) -> None:
     ],
 )
 def test_a_backend_is_asked_for_tiles(wanted: Any, tiles: dict[str, int]) -> None:
-    run(2, _asked, wanted, tiles)
+    ours, truth = (
+        harness.run(2, partial(_asked, there), made, Net, optimizer=adamw, by_rank=True, tile=tile, **ASKING)
+        for tile, there in ((wanted, tiles), ("off", {}))
+    )
+    torch.testing.assert_close(ours, truth, rtol=1e-6, atol=0)
+
+
+ASKING: dict[str, Any] = {"stage": 3, "bucket_size": 2000}
 
 
 def _refuses() -> None:
@@ -388,7 +392,7 @@ def test_what_is_no_row_is_an_error_as_without_tiles(compute: str) -> None:
 
 def _differently() -> str:
     with pytest.raises((CollectiveMismatch, RankError)) as error:
-        Training(None, stage=3, bucket_size=2000, tile=2 + dist.get_rank()).backward(0)
+        Training(None, **ASKING, tile=2 + dist.get_rank()).backward(0)
     return str(error.value)
 
 
@@ -396,31 +400,28 @@ def test_ranks_that_differ_in_their_tiles_hear_of_which(tmp_path: Path) -> None:
     assert any("up.weight rows 0 to" in told for told in run(2, _differently, fresh=True))
 
 
-def _recomputed(recompute: str) -> None:
+def gpt() -> tuple[nn.Module, tuple[Tensor]]:
+    return GPT(loss=True, depth=2), (torch.zeros(2, 8, dtype=torch.int64),)
+
+
+def _of_words(rank: Rank) -> tuple[list[float], bool]:
+    """Losses, and whether anything is in tiles."""
     losses = []
-    for tile in (3, "off"):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = GPT(loss=True, depth=2)
-        backend = zerograph.backend(stage=3, compute="eager", recompute=recompute, bucket_size=3000, tile=tile)
-        model.compile(backend=backend)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found = []
-        for step in range(3):
-            ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step + dist.get_rank()))
-            loss = model(ids)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
-        assert any(b.tiles > 1 for b in backend.report().buckets) == (tile == 3)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for step in range(3):
+        loss = rank(torch.randint(0, 32, (2, 8), generator=seeded(step + rank.rank)))
+        loss.backward()
+        update(rank)
+        losses.append(loss.item())
+    return losses, any(b.tiles > 1 for b in rank.backend.report().buckets)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_layers_that_repeat_and_are_recomputed(recompute: str) -> None:
-    run(2, _recomputed, recompute)
+    options: dict[str, Any] = {"optimizer": sgd, "by_rank": True, "stage": 3, "bucket_size": 3000}
+    ours, truth = (harness.run(2, _of_words, gpt, recompute=recompute, tile=tile, **options) for tile in (3, "off"))
+    for (losses, tiled), (expected, whole) in zip(ours, truth, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert tiled and not whole
 
 
 def test_forecasts_count_one_tile_after_another() -> None:
@@ -439,10 +440,7 @@ def test_forecasts_count_one_tile_after_another() -> None:
 
 @pytest.mark.parametrize("options", [{"tile": 3}, {"loss_tiles": 4}], ids=["weights", "loss"])
 def test_forecasts_know_what_the_forward_saves_by_the_names_of_the_backward(options: dict[str, int]) -> None:
-    def make() -> tuple[nn.Module, tuple[Tensor]]:
-        return GPT(loss=True, depth=2), (torch.zeros(2, 8, dtype=torch.int64),)
-
-    found = compile_only(make, world_size=2, bucket_size=4, **options)
+    found = compile_only(gpt, world_size=2, bucket_size=4, **options)
     forward, backward = (found.frame.programs[kind] for kind in ("forward", "backward"))
     returned = {forward.contents[r].name for r in forward.outputs if r is not None}
     given = {backward.contents[r].name for r in range(backward.inputs)}
