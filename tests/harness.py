@@ -123,18 +123,18 @@ def _cleanly(function: Callable[..., Any], *given: Any) -> Any:
         gc.freeze()  # what stays is searched by no later collection
 
 
-@functools.lru_cache(maxsize=32)
 def dry_run(world_size: int, make: Make, *given: Any, **options: Any) -> Compiled:
     """As :func:`~zerograph.dryrun.compile_only.compile_only` has it, of a model that is traced once; kept, for all who
     ask for the same."""
     config = Config.of(compute="eager", **options)
     traced = _traced_for(0, world_size, config, make, *given)
-    return Compiled(_cleanly(_planned_frame, traced, config), config, 0, 0, 0)
+    return Compiled(_planned_frame(traced, config), config, 0, 0, 0)
 
 
+@functools.lru_cache(maxsize=32)
 def _planned_frame(traced: Traced, config: Config) -> Frame:
     with simulated_rank(0, traced.world_size):
-        frame, _ = Made(traced, config).training
+        frame, _ = _cleanly(lambda: Made(traced, config).training)
     return frame
 
 
