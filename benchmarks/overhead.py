@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerograph.core.plan import Bucket, Plan
+from zerograph.core.plan import Bucket
 from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Segment, WaitGather
 from zerograph.core.step import Param
 from zerograph.runtime.comm.entry import Entry
@@ -79,7 +79,7 @@ def executor() -> Executor:
         register, x = out + 1, out
     program = Program("forward", inputs, register, tuple(steps), (x,), (Segment("0" * 16, 1),))
     accumulation = GradientAccumulation({})
-    cache = GatheredCache(Plan(3, 2, tuple(buckets), 1), StepCount(), accumulation)
+    cache = GatheredCache(StepCount(), accumulation)
     runtime = Runtime(0, Nowhere(), cache, accumulation, Telemetry(), ShardStore({}, nowhere))  # type: ignore[arg-type]
     return Executor(program, [_first], runtime)
 

@@ -52,9 +52,10 @@ gradients from stage 2, parameters from stage 3, so that the place in here is th
 
 Update = Literal["host", "device"]
 UPDATES: tuple[Update, ...] = ("host", "device")
+"""Where an update of states on the host computes."""
 Overlap = Literal["none", "forward"]
 OVERLAPS: tuple[Overlap, ...] = ("none", "forward")
-"""Where an update of states on the host computes."""
+"""What an update of states off the device runs beside."""
 
 
 def level_at(stage: int, offload: Offload) -> int:

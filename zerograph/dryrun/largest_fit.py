@@ -195,8 +195,8 @@ def largest_file(
     """
     refuse_offload(offload, tier, machine, world, options.get("stage", 3), overlap)
     model: dict[str, Any] = {"batch": batch, "seq": seq, "moments": moments, "fold": fold}
-    wished: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap}
-    plans = probe(make, what, machine, world=world, dtype=dtype, **wished, **model, **options)
+    asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap}
+    plans = probe(make, what, machine, world=world, dtype=dtype, **asked, **model, **options)
     if offload != "none":
         budget = machine.budget(world, reserve)
         found = plans.largest(budget)

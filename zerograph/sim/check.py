@@ -84,6 +84,9 @@ class _Check:
         if not program.carries:
             self.alive, self.dead = set(range(program.inputs)), set()
         self.alive.update(program.given)
+        for register in set(program.given).difference(*(each.reads for each in program.instructions)):
+            name = program.contents[register].name
+            yield Wrong("reads", f"the {program.kind} is given {name}, and nothing reads it", program.kind)
         for place, instruction in enumerate(program.instructions):
             for message in self._registers(program, instruction):
                 yield Wrong.at("reads", program, place, message)

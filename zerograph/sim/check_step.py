@@ -127,6 +127,30 @@ def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
             yield Wrong("updates", text, module=name)
 
 
+def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    """Updates in a forward, of the step before: there where the plan has them, and gathers wait for them."""
+    forwards = [program for program in programs if program.kind == "forward"] if plan.overlap == "forward" else []
+    gathered = {each.bucket for *_, each in _each(forwards) if isinstance(each, Gather)}
+    for program, place, each in _each(programs):
+        beside = isinstance(each, HostUpdate | DeviceUpdate) and each.bucket in gathered
+        if isinstance(each, HostUpdate | DeviceUpdate) and beside != (program.kind == "forward"):
+            text = "is not beside the forward" if beside else "is beside the forward, and the plan has none there"
+            yield Wrong.at("overlap", program, place, text)
+    for program in forwards:
+        ends, seen = dict[int, list[Instruction]](), set[Part]()
+        for place, each in enumerate(program.instructions):
+            match each:
+                case HostUpdate() | Write(what="states") | Fetch(what="parameters"):
+                    ends.setdefault(each.bucket, []).append(each)
+                case Gather() | Fetch(what="shard") | Read(what="shard") if (each.bucket, each.tile) not in seen:
+                    seen.add((each.bucket, each.tile))
+                    for end in ends.get(each.bucket, ()):
+                        if set(each.reads).isdisjoint(end.writes):
+                            yield Wrong.at("overlap", program, place, f"does not wait for {program.name(end)}")
+                case _:
+                    pass
+
+
 def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     wanted, came = _Wanted(programs, plan), dict[int, Trail]()
     if any(program.given for program in programs):  # by the step before, which is like this one
@@ -284,6 +308,7 @@ STEP_CHECKS: Mapping[str, tuple[str, Finder]] = {
     "arrivals": ("what is read has come from the tier where it lives", _arrivals),
     "reductions": ("gradients of every bucket are reduced once, tile by tile", _reductions),
     "updates": ("every shard is updated once, where its states live", _updates),
+    "overlap": ("what is updated beside a forward is gathered behind that", _beside),
     "layers": ("layers that are recomputed or offloaded exist", _layers),
     "tokens": ("what is divided over tokens runs in as many tiles", _tokens),
 }

@@ -229,7 +229,7 @@ def test_kinds_are_switched_off_and_on_with_keys(opened: Opener) -> None:
     page.locator("#timeline .task").last.focus()
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent").startswith("parameters")
-    page.keyboard.press("SearchSpace")
+    page.keyboard.press("Space")
     assert switches(page)["parameters"].get_attribute("aria-pressed") == "false"
     after = bands(page)
     assert len(after) == len(before) - 1
@@ -237,7 +237,7 @@ def test_kinds_are_switched_off_and_on_with_keys(opened: Opener) -> None:
     assert all(y == bottom for _, y in after[0][0]), "what is left is stacked anew"
     title = page.locator("#timeline svg").text_content()
     assert "up to 54 MiB of 2 kinds of 3" in title and page.locator("#timeline .peak").count() == 0
-    page.keyboard.press("SearchSpace")
+    page.keyboard.press("Space")
     assert bands(page) == before and page.evaluate(CURVE) == curve
     for switch in switches(page).values():
         switch.click()

@@ -8,9 +8,9 @@ from operator import attrgetter
 import pytest
 from planner.steps import Layer, profile_of, step_of
 
+from zerograph.core.files.programs_data import programs_data, programs_of
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Homes, Plan
-from zerograph.core.program import Gather
 from zerograph.core.timeline import Forecast, Span
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.programs.rates import Rates
@@ -50,8 +50,8 @@ def test_each_gather_waits_for_the_update_of_its_bucket(homes: Homes, tiles: int
     assert len(updates(found)) == len(first) == LAYERS * tiles
     for update in updates(found):
         behind = [s for s in found.spans if s.what in ("states", "parameters") and s.phase == "forward"]
-        last = max(s.end for s in behind if (s.bucket, s.tile) == (update.bucket, update.tile))
-        assert first[update.bucket, update.tile].start >= last >= update.end
+        last = max(s.end for s in behind if s.bucket == update.bucket)  # of all its tiles: a parameter waits as one
+        assert all(first[update.bucket, tile].start >= last >= update.end for tile in range(tiles))
 
 
 @pytest.mark.parametrize("homes", [HOST, GRADIENTS], ids=str)
@@ -80,16 +80,61 @@ def test_gradients_of_the_step_before_are_held_until_they_are_used(homes: Homes)
         assert behind - before == (LOSS if tier == "device" else 0)
 
 
-def test_programs_that_gather_before_the_update_are_found() -> None:
+@pytest.mark.parametrize("homes", [HOST, GRADIENTS, NVME, Homes("device", "device", "nvme")], ids=str)
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_a_gather_that_waits_for_no_update_is_found(homes: Homes, tiles: int) -> None:
+    """Each end of each update is taken from what reads it."""
+    scheduler, plan = plan_of(homes, "forward", tiles)
+    forward, *rest = settled(sketch(scheduler, plan))
+    ends = {r for each in forward.instructions for r in each.writes if forward.contents[r].name.startswith("end of ")}
+    assert len(ends) >= LAYERS * tiles
+    for end in ends:
+        early = [
+            replace(each, reads=tuple(r for r in each.reads if r != end)) if end in each.reads else each  # type: ignore[call-arg]
+            for each in forward.instructions
+        ]
+        found = check_programs([replace(forward, instructions=early), *rest], plan)
+        assert {each.check for each in found} == {"overlap"}
+        assert all("does not wait for" in each.message for each in found)
+
+
+def test_updates_stand_where_the_plan_has_them() -> None:
+    beside, behind = (plan_of(GRADIENTS, overlap) for overlap in ("forward", "none"))
+    for (scheduler, plan), (_, other), text in (
+        (beside, behind, "is beside the forward, and the plan has none there"),
+        (behind, beside, "is not beside the forward"),
+    ):
+        found = check_programs(settled(sketch(scheduler, plan)), other)
+        assert {each.check for each in found} == {"overlap"} and all(text in each.message for each in found)
+
+
+def test_registers_that_are_given_are_there_once_and_read() -> None:
     scheduler, plan = plan_of(GRADIENTS, "forward")
-    programs = list(settled(sketch(scheduler, plan)))
-    programs[0] = replace(programs[0], given=programs[0].given[1:])
-    (wrong,) = {each.check for each in check_programs(programs, plan)}
-    assert wrong == "reads"
-    kept = tuple(each for each in programs[0].instructions if each.operation != "update")
-    programs[0] = replace(programs[0], instructions=kept)
-    assert {"updates", "reads"} <= {each.check for each in check_programs(programs, plan)}
-    assert any(isinstance(each, Gather) for each in kept)
+    forward, *rest = programs = settled(sketch(scheduler, plan))
+    assert {w.check for w in check_programs([replace(forward, given=forward.given[1:]), *rest], plan)} == {"reads"}
+    read = {register for each in forward.instructions for register in each.reads}
+    unread = next(at for at in range(len(forward.contents)) if at not in read)
+    (wrong, *_) = check_programs([replace(forward, given=(*forward.given, unread)), *rest], plan)
+    assert "nothing reads it" in wrong.message
+    for given in ([*forward.given, forward.given[0]], [float(forward.given[0])], [True], [len(forward.contents)]):
+        data = programs_data(programs)
+        data["programs"][0]["given"] = given
+        with pytest.raises(ValueError, match="the forward is given registers that are not there, or one twice"):
+            programs_of(data)
+    data = programs_data(programs)
+    data["programs"][1]["given"] = [forward.given[0]]
+    with pytest.raises(ValueError, match="which only the first program of a step is"):
+        programs_of(data)
+
+
+def test_an_inference_updates_nothing() -> None:
+    step = step_of([Layer(rows=ROWS)] * 2, training=False)
+    plan = plan_step(step, stage=3, world_size=4, bucket_size=2**20, prefetch=1, overlap="forward")
+    plan = replace(plan, buckets=tuple(replace(b, homes=GRADIENTS) for b in plan.buckets))
+    params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
+    scheduler = Scheduler(profile_of(step, plan), params, names, Rates(GPU, 4, plan.compute_dtype))
+    (forward,) = sketch(scheduler, plan)
+    assert not forward.given and not any(each.operation == "update" for each in forward.instructions)
 
 
 def test_states_on_the_device_hide_behind_nothing() -> None:

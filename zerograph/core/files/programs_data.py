@@ -71,6 +71,8 @@ def programs_of(data: dict[str, Any]) -> tuple[Program, ...]:
             given=tuple(part["given"]),
         )
         _require_places(program)
+        if found and program.given:
+            raise ValueError(f"the {program.kind} is given registers, which only the first program of a step is")
         found.append(program)
     return tuple(found)
 
@@ -92,8 +94,9 @@ def _profile(levels: list[int], begins: list[int], left: int, until: list[tuple[
 
 def _require_places(program: Program) -> None:
     """Refuse registers and segments that ``program`` does not have, before anything looks them up."""
-    if not all(0 <= register < len(program.contents) for register in program.given):
-        raise ValueError(f"the {program.kind} is given a register that is not there")
+    given = program.given
+    if len(set(given)) < len(given) or not all(type(r) is int and 0 <= r < len(program.contents) for r in given):
+        raise ValueError(f"the {program.kind} is given registers that are not there, or one twice")
     for at, each in enumerate(program.instructions):
         if not all(0 <= register < len(program.contents) for register in (*each.reads, *each.writes, *each.dead)):
             raise ValueError(f"{program.kind} instruction {at} names a register that is not there")

@@ -135,7 +135,7 @@ def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Ite
     """Every single change of what the user fixed, of the batch, and of the world."""
     constraints, states = search.constraints, search.states
     for text, changed in (*_fixed(constraints), *_placements(constraints, machine)):
-        # Ways hold what is saved and tiled; where a change touches neither, counting them again would give the same.
+        # Variants hold what is saved and tiled: where a change touches neither, counting again would give the same.
         same = changed.recompute == constraints.recompute and changed.tiles == constraints.tiles
         yield Change(text, step, changed, budget, states, search.variants if same else ())
     if constraints.stage == 0 and constraints.world_size > 1:

@@ -51,7 +51,7 @@ def file_from_sketch(
     Raises:
         InfeasibleError: no plan fits.
         InvariantError: the plan fails its own checks, which is a bug of the planner.
-        ConfigError: what was wished for does not exist on the machine, or at the stage.
+        ConfigError: what was asked for does not exist on the machine, or at the stage.
     """
     search = Search(step, constraints, machine, moments=moments)
     budget = machine.budget(constraints.world_size, reserve)

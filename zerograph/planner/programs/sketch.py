@@ -43,7 +43,7 @@ from zerograph.core.program import (
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
-from zerograph.planner.programs.updates import slot_of, update_away, update_beside, updated
+from zerograph.planner.programs.updates import slot_of, update_away, update_beside
 
 T = TypeVar("T")
 
@@ -97,11 +97,12 @@ class _Sketch:
         self.spills = 0  # through staging buffers, so far
         self.norm = -1  # the register that is ready when all gradients are
         self.late: deque[int] = deque()  # buckets that the forward is still to update, in the order of its gathers
-        self.updated: set[int] = set()  # those that it has updated
+        self.updated: dict[int, tuple[int, ...]] = {}  # those that it has updated, with the registers of their ends
+        self.updates = 0  # of states off the device, so far
         self.given: tuple[int, ...] = ()  # registers that the step before has filled
         for phase in scheduler.phases(plan):
             self.kind, self.instructions = phase.name, []
-            if phase.name == "forward" and plan.overlap == "forward":
+            if phase.name == "forward" and plan.overlap == "forward" and scheduler.profile.training:
                 self.late.extend(dict.fromkeys(visit.bucket for visit in phase.visits))
                 self._update_ahead()
             self._phase(phase)
@@ -225,7 +226,7 @@ class _Sketch:
                 self._update_late()
             if self._gathers_late(bucket):
                 self.fetched.add(bucket)
-                self.instructions += self._once(_fetch, bucket, self.buckets[bucket].homes, self._waits(bucket))
+                self.instructions += self._once(_fetch, bucket, self.buckets[bucket].homes, self._behind(bucket))
             else:
                 self._bring(bucket, 0)
             if self.late:
@@ -240,11 +241,11 @@ class _Sketch:
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
         homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
-        self.instructions += self._once(_bring, bucket, tile, tiles, homes, self._own(bucket), self._waits(bucket))
+        self.instructions += self._once(_bring, bucket, tile, tiles, homes, self._own(bucket), self._behind(bucket))
 
-    def _waits(self, bucket: int) -> bool:
-        """Whether gathers wait for the update of a bucket."""
-        return self.kind == "forward" and bucket in self.updated
+    def _behind(self, bucket: int) -> tuple[int, ...]:
+        """The ends of the update that a gather of a bucket waits for: of all its tiles, as the runtime does."""
+        return self.updated.get(bucket, ()) if self.kind == "forward" else ()
 
     def _own(self, bucket: int) -> Homes | None:
         """The homes of a bucket of which this rank's slice of the whole is what the device holds anyway."""
@@ -349,16 +350,18 @@ class _Sketch:
                     gradient = _reduced(self.scheduler, bucket, tile, tiles, False)
                 else:
                     gradient = self._once(_away, bucket, tile, tiles, homes.spilled)
-                key = (bucket, tile, tiles, self.plan.update, homes, len(self.given), gradient)
-                self.instructions += self._once(update_beside, *key)
+                key = (bucket, tile, tiles, self.plan.update, homes, self.updates, gradient)
+                moves, ends = self._once(update_beside, *key)
+                self.instructions += moves
                 self.given += (gradient,)
-                self.updated.add(bucket)
+                self.updates += 1
+                self.updated[bucket] = self.updated.get(bucket, ()) + ends
 
     def _update(self) -> None:
         """The optimizer, when all gradients are there: what lives on the device beside the rest."""
         scheduler, buckets = self.scheduler, self.buckets
         host = [bucket for bucket in self._by_readiness() if buckets[bucket].homes.optimizer != "device"]
-        update, updates = scheduler.update(host), 0
+        update = scheduler.update(host)
         here = [update] if update.sizes or not host else []
         # On a CPU the same processor updates both, one after the other; what is read for the second is read then.
         if self.rates.staging == "device":
@@ -379,11 +382,11 @@ class _Sketch:
                         tiles,
                         self.plan.update,
                         buckets[bucket].homes,
-                        updates,
+                        self.updates,
                         arrived,
                         self.norm,
                     )
-                    updates += 1
+                    self.updates += 1
         if self.rates.staging != "device":
             self.instructions += here
 
@@ -457,26 +460,25 @@ def _slice(
 
 
 def _bring(
-    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, own: Homes | None, waits: bool
-) -> list[Instruction]:
-    """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it; where it
-    ``waits``, behind its update."""
+    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, own: Homes | None,
+    behind: tuple[int, ...],
+) -> list[Instruction]:  # fmt: skip
+    """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it, ``behind`` these
+    registers."""
     part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     whole = _whole(scheduler, bucket, tile, tiles, own)
     home = homes.parameters
     size = part.shards.at(homes).fetched if home != "device" else 0
-    behind = (updated(scheduler, bucket, tile, tiles),) if waits else ()
     if not size:
         return [Gather(bucket, (), behind, whole, (), part.whole, tile, tiles)]
     fetched = _fetched(scheduler, "shard", part.label, name, size, behind, (), (whole,), home, bucket, tile)
     return [*fetched, Gather(bucket, (), (whole,), whole, (), part.whole, tile, tiles)]
 
 
-def _fetch(scheduler: Scheduler, bucket: int, homes: Homes, waits: bool) -> list[Instruction]:
-    """Fetch the shards of a bucket on a CPU: those of a lone rank into the whole, which they are."""
+def _fetch(scheduler: Scheduler, bucket: int, homes: Homes, behind: tuple[int, ...]) -> list[Instruction]:
+    """Fetch the shards of a bucket on a CPU, ``behind`` these registers; a lone rank's are the whole."""
     part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
     size, shards = part.shards.at(homes).fetched, (_shards(scheduler, bucket, homes),)
-    behind = (updated(scheduler, bucket, 0, 1),) if waits else ()
     return _fetched(scheduler, "shard", part.label, name, size, behind, (), shards, homes.parameters, bucket, 0)
 
 

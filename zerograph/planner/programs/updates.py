@@ -59,20 +59,19 @@ def update_away(
 
 def update_beside(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, where: UpdatePlace, homes: Homes, number: int, gradient: int
-) -> list[Move]:
-    """The same beside a forward, by a gradient of the step before, which goes with it. The last instruction writes the
-    register :func:`updated`."""
+) -> tuple[list[Move], tuple[int, ...]]:
+    """The same beside a forward, by a gradient of the step before, which goes with it; and the registers of its ends,
+    behind which the parameters are gathered."""
     made = update_away(scheduler, bucket, tile, tiles, where, homes, number, (gradient,), -1)
     reader = max(at for at, each in enumerate(made) if gradient in each.reads)
     made[reader] = replace(made[reader], dead=(*made[reader].dead, gradient))
-    made[-1] = replace(made[-1], writes=(*made[-1].writes, updated(scheduler, bucket, tile, tiles)))
-    return made
-
-
-def updated(scheduler: Buckets, bucket: int, tile: int, tiles: int) -> int:
-    """The register that stands for parameters behind their update."""
-    label = scheduler.bucket_parts(bucket, tiles)[tile].label
-    return scheduler.registers.get(("updated", bucket, tile, tiles), f"update of {label}", 0, "param")
+    ends = list[int]()
+    for at, each in enumerate(made):
+        if each.operation not in ("read", "spill"):
+            name = f"end of the {each.operation} of {each.label}"
+            ends.append(scheduler.registers.get(("end", each.operation, bucket, tile, tiles), name, 0, "param"))
+            made[at] = replace(each, writes=(*each.writes, ends[-1]))
+    return made, tuple(ends)
 
 
 def _update_through_device(

@@ -211,7 +211,7 @@ class Search:
         """
         self.constraints, self.moments = constraints, moments
         with without_gc():
-            like = within if within is not None and _same_ways(constraints, within.constraints) else None
+            like = within if within is not None and _same_variants(constraints, within.constraints) else None
             self.variants: list[Variant] = (
                 _variants(Graph.of(step), constraints, machine) if like is None else like.variants
             )
@@ -435,7 +435,7 @@ def _fixed_once(constraints: Constraints, tiers: Sequence[Tier]) -> Iterator[Con
         yield replace(constraints, stage=3)
 
 
-def _same_ways(constraints: Constraints, other: Constraints) -> bool:
+def _same_variants(constraints: Constraints, other: Constraints) -> bool:
     ours, theirs = ((one.recompute, one.tiles, one.bucket_size, one.saved, one.tokens) for one in (constraints, other))
     return ours == theirs
 
