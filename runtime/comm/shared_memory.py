@@ -125,9 +125,8 @@ class SharedMemoryCommunicator:
     def _follow(self) -> None:
         """Bring the mailbox to the rendezvous's generation, which a Ctrl-C after they met may have kept from it."""
         if self._recovered != self.rendezvous.generation:
-            self._recovered = (
-                self.rendezvous.generation
-            )  # first: a signal is handled after the next call, not before it
+            # First: a signal is handled after the next call, not before it.
+            self._recovered = self.rendezvous.generation
             self.mailbox.recover(self._recovered)
 
     def leave(self) -> None:

@@ -6,35 +6,30 @@ from dataclasses import replace
 from operator import attrgetter
 
 import pytest
-from planner.steps import Layer, profile_of, step_of
+from planner.steps import Layer, step_of
+from planner.test_offload import GPU, placed, ruled, scheduler_of
 
 from zerograph.core.files.programs_data import programs_data, programs_of
-from zerograph.core.machine import machine_named
-from zerograph.core.plan import Homes, Plan
+from zerograph.core.plan import Homes, Overlap, Plan
 from zerograph.core.timeline import Forecast, Span
 from zerograph.planner.programs.forecasts import forecast_sketch
-from zerograph.planner.programs.rates import Rates
-from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import settled, sketch
 from zerograph.sim.check import check_programs
 
-GPU = machine_named("h100-80gb")
 LAYERS, ROWS, LOSS = 6, 2**22, 4
 FIRST, LAST = attrgetter("first"), attrgetter("last")
 HOST, GRADIENTS, NVME = Homes("device", "device", "host"), Homes("host", "host", "host"), Homes("nvme", "nvme", "nvme")
 
 
-def plan_of(homes: Homes, overlap: str, tiles: int = 1) -> tuple[Scheduler, Plan]:
+def plan_of(homes: Homes, overlap: Overlap, tiles: int = 1, *, training: bool = True) -> tuple[Scheduler, Plan]:
     """A plan whose layers compute for longer than any of them is updated."""
-    step = step_of([Layer(rows=ROWS, flops=2 * 10**10)] * LAYERS)
-    plan = plan_step(step, stage=3, world_size=4, bucket_size=2**20, prefetch=1, overlap=overlap)  # type: ignore[arg-type]
-    plan = replace(plan, buckets=tuple(replace(b, homes=homes, tiles=tiles) for b in plan.buckets))
-    params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
-    return Scheduler(profile_of(step, plan), params, names, Rates(GPU, 4, plan.compute_dtype)), plan
+    step = step_of([Layer(rows=ROWS, flops=2 * 10**10)] * LAYERS, training=training)
+    plan = replace(placed(ruled(step), homes, tiles), overlap=overlap)
+    return scheduler_of(step, plan, GPU), plan
 
 
-def forecast(homes: Homes, overlap: str, tiles: int = 1) -> Forecast:
+def forecast(homes: Homes, overlap: Overlap, tiles: int = 1) -> Forecast:
     return forecast_sketch(*plan_of(homes, overlap, tiles))[0]
 
 
@@ -128,12 +123,7 @@ def test_registers_that_are_given_are_there_once_and_read() -> None:
 
 
 def test_an_inference_updates_nothing() -> None:
-    step = step_of([Layer(rows=ROWS)] * 2, training=False)
-    plan = plan_step(step, stage=3, world_size=4, bucket_size=2**20, prefetch=1, overlap="forward")
-    plan = replace(plan, buckets=tuple(replace(b, homes=GRADIENTS) for b in plan.buckets))
-    params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
-    scheduler = Scheduler(profile_of(step, plan), params, names, Rates(GPU, 4, plan.compute_dtype))
-    (forward,) = sketch(scheduler, plan)
+    (forward,) = sketch(*plan_of(GRADIENTS, "forward", training=False))
     assert not forward.given and not any(each.operation == "update" for each in forward.instructions)
 
 

@@ -350,8 +350,7 @@ class _Sketch:
                     gradient = _reduced(self.scheduler, bucket, tile, tiles, False)
                 else:
                     gradient = self._once(_away, bucket, tile, tiles, homes.spilled)
-                key = (bucket, tile, tiles, self.plan.update, homes, self.updates, gradient)
-                moves, ends = self._once(update_beside, *key)
+                moves, ends = self._once(update_beside, bucket, tile, tiles, homes, self.updates, gradient)
                 self.instructions += moves
                 self.given += (gradient,)
                 self.updates += 1

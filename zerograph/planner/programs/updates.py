@@ -58,11 +58,11 @@ def update_away(
 
 
 def update_beside(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, where: UpdatePlace, homes: Homes, number: int, gradient: int
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int
 ) -> tuple[list[Move], tuple[int, ...]]:
-    """The same beside a forward, by a gradient of the step before, which goes with it; and the registers of its ends,
-    behind which the parameters are gathered."""
-    made = update_away(scheduler, bucket, tile, tiles, where, homes, number, (gradient,), -1)
+    """:func:`host_update` beside a forward, by a gradient of the step before, which goes with it; and the registers of
+    its ends, behind which the parameters are gathered."""
+    made = host_update(scheduler, bucket, tile, tiles, homes, number, (gradient,), -1)
     reader = max(at for at, each in enumerate(made) if gradient in each.reads)
     made[reader] = replace(made[reader], dead=(*made[reader].dead, gradient))
     ends = list[int]()
