@@ -207,6 +207,12 @@ class Scheduler:
             found = self.made[key] = device_update(self.buckets, host, world, kept)
         return found
 
+    def update_inside(self, bucket: int, gradient: int) -> Update:
+        """The update on the device of the shards of a bucket, whose ``gradient`` goes with it."""
+        world, shards = self.rates.world_size, [param for param in self.buckets[bucket] if param.sharded]
+        whole = device_update([shards], (), world, kept_states(shards, world, self.moments))
+        return Update((bucket,), whole.sizes, reads=(gradient,), dead=(gradient,))
+
     def alive(self, phase: str, layer: str, levels: tuple[int, ...]) -> list[Life]:
         """The lives held while ``layer`` computes, besides buckets, gradients and temporaries."""
         at = levels_of(self.profile, levels)

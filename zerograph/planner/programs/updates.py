@@ -14,7 +14,18 @@ from typing import Protocol
 
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.plan import Update as UpdatePlace
-from zerograph.core.program import DeviceUpdate, Fetch, HostUpdate, Instruction, Move, Program, Read, Spill, Write
+from zerograph.core.program import (
+    DeviceUpdate,
+    Fetch,
+    HostUpdate,
+    Instruction,
+    Move,
+    Program,
+    Read,
+    Spill,
+    WaitFetch,
+    Write,
+)
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Kind
 from zerograph.planner.programs.placement import APART, BucketPart, bucket_parts
@@ -60,8 +71,8 @@ def update_away(
 def update_beside(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int
 ) -> tuple[list[Move], tuple[int, ...]]:
-    """:func:`host_update` beside a forward, by a gradient of the step before, which goes with it; and the registers of
-    its ends, behind which the parameters are gathered."""
+    """:func:`host_update` beside a backward, or beside a forward by a gradient of the step before: the gradient goes
+    with it. Also the registers of its ends, behind which the parameters are gathered."""
     made = host_update(scheduler, bucket, tile, tiles, homes, number, (gradient,), -1)
     reader = max(at for at, each in enumerate(made) if gradient in each.reads)
     made[reader] = replace(made[reader], dead=(*made[reader].dead, gradient))
@@ -72,6 +83,22 @@ def update_beside(
             ends.append(scheduler.registers.get(("end", each.operation, bucket, tile, tiles), name, 0, "param"))
             made[at] = replace(each, writes=(*each.writes, ends[-1]))
     return made, tuple(ends)
+
+
+def update_late(
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
+) -> tuple[Move, list[Instruction]]:
+    """The update on the host beside a whole step, by a gradient of the step before; and what waits for it behind that
+    step, whose end is ``norm``, and lets the copies follow."""
+    own = replace(homes, parameters="host")  # copies elsewhere wait for the end
+    (update,) = host_update(scheduler, bucket, tile, tiles, own, number, (gradient,), -1)
+    name = f"end of the update of {update.label}"
+    end = scheduler.registers.get(("end", "late", bucket, tile, tiles), name, 0, "param")
+    update, ended = replace(update, writes=(*update.writes, end)), WaitFetch(end)
+    if homes.parameters == "host":
+        return update, [ended]
+    size = scheduler.bucket_parts(bucket, tiles)[tile].shards.at(homes).copies
+    return update, [ended, Fetch("parameters", update.label, update.module, size, (end, norm), (), (), bucket, tile)]
 
 
 def _update_through_device(
