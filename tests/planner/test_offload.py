@@ -20,10 +20,10 @@ from quick import examples
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.executable import Executable
 from zerograph.core.files.planfile import PlanFile
+from zerograph.core.instructions import Write
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.param_bytes import gathered_bytes, state_bytes
 from zerograph.core.plan import OVERLAPS, Bucket, Homes, Offload, Plan, tile_rows
-from zerograph.core.program import Write
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast

@@ -41,8 +41,9 @@ from zerograph.compiler.torch_private import (
 )
 from zerograph.core.files.planfile import PassRecord
 from zerograph.core.files.private_folder import PrivateFolder
+from zerograph.core.instructions import Compute
 from zerograph.core.plan import Plan
-from zerograph.core.program import Compute, Program
+from zerograph.core.program import Program
 from zerograph.core.step import Step
 from zerograph.runtime.executor.executor import Executor
 

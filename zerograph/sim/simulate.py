@@ -27,8 +27,7 @@ from typing import NamedTuple, Protocol
 
 from zerograph.core.files.planfile import Holding
 from zerograph.core.files.runfile import Measured
-from zerograph.core.machine import TIERS, Tier
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Collective,
     Compute,
     Computing,
@@ -36,13 +35,13 @@ from zerograph.core.program import (
     Gather,
     Instruction,
     Move,
-    Program,
-    Segment,
     Timed,
     View,
     Wait,
     WaitGather,
 )
+from zerograph.core.machine import TIERS, Tier
+from zerograph.core.program import Program, Segment
 from zerograph.core.step import Kind
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
 from zerograph.sim.buffers import GatherBuffers

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from planner.steps import Layer, of_kinds, step_of
 from quick import examples
 
+from zerograph.core.instructions import Update
 from zerograph.core.machine import machine_named
-from zerograph.core.program import Update
 from zerograph.core.step import Step
 from zerograph.planner import plan_step
 from zerograph.planner.profile.optimizer import with_updates

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zerograph.core.instructions import Compute, Fetch, Free, Gather, Read, Reduce, WaitGather
 from zerograph.core.plan import Plan
-from zerograph.core.program import Compute, Fetch, Free, Gather, Read, Reduce, WaitGather
 from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.decisions import with_starts, with_tiles
 from zerograph.planner.search.search_space import Candidate, SearchSpace
