@@ -41,7 +41,8 @@ from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import settled, sketch
 from zerograph.planner.search.search import Constraints, Search
-from zerograph.sim.simulate import Memory, time_and_peaks
+from zerograph.sim.costs import Memory
+from zerograph.sim.simulate import time_and_peaks
 
 GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")
 MIB = 2**20

@@ -35,7 +35,8 @@ from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.decisions import with_tiles
-from zerograph.sim.simulate import Tasks, simulate, walk
+from zerograph.sim.simulate import simulate, walk
+from zerograph.sim.tasks import Tasks
 
 Numbers = Mapping[tuple[object, ...], float]
 

@@ -50,7 +50,7 @@ from zerograph.planner.search.few_layers import by_few_layers
 from zerograph.planner.search.peaks import with_lower_peaks
 from zerograph.planner.search.search_space import Candidate, SearchSpace, frontier, overrun, variant_of
 from zerograph.planner.search.selective import stops
-from zerograph.sim.simulate import on
+from zerograph.sim.costs import on
 
 MIB = 2**20
 BUCKET_SIZES = (8 * MIB, 16 * MIB, DEFAULT_BUCKET_SIZE, 64 * MIB, 128 * MIB)

@@ -12,7 +12,8 @@ from zerograph.planner.profile.regions import Profile
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
-from zerograph.sim.simulate import Memory, Peaks, time_and_peaks
+from zerograph.sim.costs import Memory
+from zerograph.sim.simulate import Peaks, time_and_peaks
 
 FINEST = 128
 """Tiles of a step up to which all operators are looked at in the most tiles there may be."""
