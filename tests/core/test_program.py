@@ -1,6 +1,6 @@
 """Instructions say what they read, write and move; a program says what ranks must agree on, and reads well.
 
-Of ``core/instructions.py`` too.
+Tests ``core/instructions.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The simulation keeps streams in order, waits for what it must, and counts memory at every moment.
 
-Of ``sim/costs.py``, ``sim/tasks.py`` and ``sim/cells.py`` too.
+Tests ``sim/costs.py``, ``sim/tasks.py`` and ``sim/cells.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter, le
 
@@ -153,3 +154,10 @@ def frontier(found: Iterable[Candidate]) -> list[Candidate]:
         if not any(b.seconds <= seconds and all(map(le, b.peaks[1:], rest)) for b in reversed(best)):
             best.append(candidate)
     return best
+
+
+def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
+    """Bytes that each of :data:`~zerograph.core.machine.TIERS` may hold."""
+    if isinstance(budget, int):
+        return (budget, *(sys.maxsize for _ in TIERS[1:]))
+    return tuple(budget.get(tier, 0) for tier in TIERS)
