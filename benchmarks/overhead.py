@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerograph.core.instructions import Compute, Free, Gather, Instruction, WaitGather
 from zerograph.core.plan import Bucket
-from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Segment, WaitGather
+from zerograph.core.program import Program, Segment
 from zerograph.core.step import Param
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.executor.accumulation import GradientAccumulation

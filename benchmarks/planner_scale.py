@@ -85,7 +85,8 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
     from zerograph.dryrun.forecast import forecast_file
     from zerograph.planner import plan_step
     from zerograph.planner.estimate.estimate import RESERVE
-    from zerograph.planner.search.search import Constraints, Search
+    from zerograph.planner.search.constraints import Constraints
+    from zerograph.planner.search.search import Search
 
     work = Workload(layers=layers, dim=hidden, heads=hidden // 128, vocab=VOCAB, batch=1, seq=SEQ)
 

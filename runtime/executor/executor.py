@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from zerograph.core.plan import ParamTile
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Accumulate,
     Compute,
     Fetch,
@@ -20,7 +19,6 @@ from zerograph.core.program import (
     Gather,
     Instruction,
     Place,
-    Program,
     Read,
     Reduce,
     Scale,
@@ -31,6 +29,8 @@ from zerograph.core.program import (
     WaitReduce,
     Write,
 )
+from zerograph.core.plan import ParamTile
+from zerograph.core.program import Program
 from zerograph.core.slots import LEAVING
 from zerograph.runtime.buffers import padded
 from zerograph.runtime.comm.collectives import Communicator

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from zerograph.core.errors import StorageError
+from zerograph.core.instructions import Write
 from zerograph.core.machine import Tier
-from zerograph.core.program import Program, Write
+from zerograph.core.program import Program
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.core.units import format_bytes
 from zerograph.runtime.homes.extents import ALIGNMENT, Extent

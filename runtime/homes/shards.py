@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
+from zerograph.core.instructions import Gather
 from zerograph.core.machine import Tier
 from zerograph.core.placement import Unplanned, copy_tier, values_tier
 from zerograph.core.plan import Bucket, Homes, Param, ParamTile, Plan, Update
-from zerograph.core.program import Gather, Program
+from zerograph.core.program import Program
 from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime import delayed

@@ -16,8 +16,9 @@ from ranks import run
 
 from zerograph.compiler.agreement import Agreement
 from zerograph.core.errors import CollectiveMismatch, RankError
+from zerograph.core.instructions import Compute, Gather
 from zerograph.core.plan import GivenPlan
-from zerograph.core.program import Compute, Gather, Program
+from zerograph.core.program import Program
 from zerograph.core.step import Param
 from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.runtime.comm.collectives import connect

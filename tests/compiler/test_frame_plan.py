@@ -17,10 +17,10 @@ import zerograph
 from zerograph.compiler import frame_plan
 from zerograph.core.errors import InvariantError
 from zerograph.core.files.planfile import PlanFile
+from zerograph.core.instructions import Update
 from zerograph.core.machine import machine_named
 from zerograph.core.param_bytes import shard_bytes, update_bytes
 from zerograph.core.plan import Plan
-from zerograph.core.program import Update
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.programs.rates import Rates

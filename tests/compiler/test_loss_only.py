@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.core.program import Accumulate
+from zerograph.core.instructions import Accumulate
 
 
 @dataclass

@@ -21,8 +21,8 @@ from zerograph.compiler.recording import Recording
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Measured, Run
+from zerograph.core.instructions import Update
 from zerograph.core.machine import machine_named
-from zerograph.core.program import Update
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.explain.retime import retimed, tasks_of
 from zerograph.planner.programs.rates import Rates

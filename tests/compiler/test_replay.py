@@ -21,9 +21,10 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.core.errors import CollectiveMismatch, ConfigError
 from zerograph.core.files.reading import read_plan
+from zerograph.core.instructions import Reduce, WaitReduce
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
-from zerograph.core.program import Program, Reduce, WaitReduce
+from zerograph.core.program import Program
 from zerograph.dryrun.forecast import plan_file
 
 pytestmark = pytest.mark.costly

@@ -14,7 +14,7 @@ from graphs import fake_world
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.core.program import Gather, Reduce
+from zerograph.core.instructions import Gather, Reduce
 from zerograph.runtime.comm.collectives import GroupCommunicator
 
 pytestmark = pytest.mark.slow

@@ -14,10 +14,10 @@ import torch
 from harness import Rank
 from torch import Tensor, nn
 
+from zerograph.core.instructions import Fetch, Gather, Read
 from zerograph.core.machine import Machine, Tier, machine_named
 from zerograph.core.placement import copy_tier, values_tier
 from zerograph.core.plan import Homes
-from zerograph.core.program import Fetch, Gather, Read
 from zerograph.core.step import Param
 from zerograph.planner.programs.placement import Shards, kept_on
 

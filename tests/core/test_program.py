@@ -1,4 +1,7 @@
-"""Instructions say what they read, write and move; a program says what ranks must agree on, and reads well."""
+"""Instructions say what they read, write and move; a program says what ranks must agree on, and reads well.
+
+Tests ``core/instructions.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from typing import get_args
 
 import pytest
 
-from zerograph.core.plan import Residency
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Accumulate,
     Collective,
     Compute,
@@ -20,11 +22,9 @@ from zerograph.core.program import (
     Instruction,
     Move,
     Place,
-    Program,
     Read,
     Reduce,
     Scale,
-    Segment,
     Spill,
     Timed,
     Update,
@@ -33,8 +33,9 @@ from zerograph.core.program import (
     WaitGather,
     WaitReduce,
     Write,
-    stays_whole,
 )
+from zerograph.core.plan import Residency
+from zerograph.core.program import Program, Segment, stays_whole
 from zerograph.core.step import Param
 from zerograph.core.timeline import STREAMS
 

@@ -17,8 +17,9 @@ from zerograph.core.step import Dimension
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.largest_fit import Probe, describe_answer, largest_by_stage, largest_file
 from zerograph.dryrun.traced_steps import Steps
+from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.largest_size import LargestSize
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.search import Search
 
 pytestmark = pytest.mark.costly
 

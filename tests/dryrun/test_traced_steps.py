@@ -17,7 +17,8 @@ from zerograph.core.step import Dimension, Step
 from zerograph.dryrun import traced_steps
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.traced_steps import Steps
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 
 pytestmark = pytest.mark.costly
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import zerograph
 from zerograph.core.errors import ConfigError
-from zerograph.core.program import Accumulate
+from zerograph.core.instructions import Accumulate
 
 transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
 pytest.importorskip("accelerate", reason="the optional extra transformers is not installed")

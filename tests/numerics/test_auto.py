@@ -17,7 +17,8 @@ import zerograph
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.machine import machine_named
 from zerograph.planner.estimate.estimate import RESERVE
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 
 WIDTH, LAYERS = 64, 4
 ROWS = (4, 4, 4)

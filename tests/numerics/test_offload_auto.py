@@ -20,7 +20,8 @@ from zerograph.core.executable import Executable
 from zerograph.core.machine import Machine, machine_named
 from zerograph.core.step import Step
 from zerograph.planner.estimate.estimate import RESERVE
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 from zerograph.runtime.homes import shards
 
 

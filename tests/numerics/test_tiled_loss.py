@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.compiler.report import Report
+from zerograph.core.instructions import Accumulate, Compute, Place, Scale
 from zerograph.core.plan import Plan
-from zerograph.core.program import Accumulate, Compute, Place, Program, Scale
+from zerograph.core.program import Program
 
 WORDS, WIDTH, BATCH, LENGTH = 97, 16, 3, 7
 IGNORED = -100

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.errors import ConfigError
-from zerograph.core.program import Accumulate, Place
+from zerograph.core.instructions import Accumulate, Place
 
 WIDTH, WORDS, BATCH, LENGTH = 8, 19, 2, 7  # fourteen tokens: five of four tiles are no even part
 Middle = Callable[["Block", Tensor], Tensor]

@@ -20,7 +20,7 @@ from zerograph.optim.tensors import GroupLayout
 
 @pytest.fixture(autouse=True)
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("tensors", "parts", "host", "factor"):
+    for module in ("tensors", "parts", "states", "factor"):
         monkeypatch.setattr(f"zerograph.optim.{module}.uses_kernels", lambda local: local.ndim == 3)
 
 

@@ -1,4 +1,7 @@
-"""Which parameters one kernel updates together, when that is looked up again, and masters that follow their copies."""
+"""Which parameters one kernel updates together, when that is looked up again, and masters that follow their copies.
+
+Tests ``optim/states.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def step(optimizer: Any, *without: Tensor) -> GroupParts:
     for p in optimizer.param_groups[0]["params"]:
         p.grad = None if any(p is w for w in without) else torch.ones_like(p)
     optimizer.step()
-    return optimizer._plans[(0,)]
+    return optimizer._states.known[(0,)]
 
 
 def test_a_part_is_of_one_dtype() -> None:

@@ -23,7 +23,8 @@ from zerograph.planner.profile.regions import profile
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 from zerograph.sim.simulate import time_and_peaks
 
 GPU, WORLD, SIZE = machine_named("h100-80gb"), 8, 2**26

@@ -20,10 +20,10 @@ from quick import examples
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.executable import Executable
 from zerograph.core.files.planfile import PlanFile
+from zerograph.core.instructions import Write
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.param_bytes import gathered_bytes, state_bytes
 from zerograph.core.plan import OVERLAPS, Bucket, Homes, Offload, Plan, tile_rows
-from zerograph.core.program import Write
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
@@ -40,8 +40,10 @@ from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import settled, sketch
-from zerograph.planner.search.search import Constraints, Search
-from zerograph.sim.simulate import Memory, time_and_peaks
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
+from zerograph.sim.costs import Memory
+from zerograph.sim.simulate import time_and_peaks
 
 GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")
 MIB = 2**20

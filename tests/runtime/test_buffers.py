@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerograph.core.instructions import Compute, Free, Gather, Instruction, WaitGather
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import tile_params
-from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Register, Segment, WaitGather
+from zerograph.core.program import Program, Register, Segment
 from zerograph.core.step import Param
 from zerograph.planner.programs.rates import Rates
 from zerograph.runtime.buffers import BufferPool, add_to_tile, tile_of

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerograph.core.instructions import Compute, Free, Gather, Instruction, WaitGather
 from zerograph.core.machine import machine_named
-from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Register, Segment, WaitGather
+from zerograph.core.program import Program, Register, Segment
 from zerograph.core.timeline import Forecast
 from zerograph.planner.programs.rates import Rates
 from zerograph.sim.buffers import FreeBuffers

@@ -11,7 +11,8 @@ from planner.test_offload import GPU, MIB, Drawn, placed, plans, ruled, schedule
 from quick import examples
 
 from zerograph.core.errors import InvariantError
-from zerograph.core.program import Compute, Fetch, Free, Gather, Instruction, Program, Reduce, WaitGather
+from zerograph.core.instructions import Compute, Fetch, Free, Gather, Instruction, Reduce, WaitGather
+from zerograph.core.program import Program
 from zerograph.planner.programs.homes import HOMES
 from zerograph.planner.programs.sketch import sketch
 from zerograph.sim.check import check_programs, require_programs

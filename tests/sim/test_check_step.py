@@ -10,9 +10,7 @@ import pytest
 from planner.steps import Layer, step_of
 from planner.test_offload import CPU, GPU, MIB, placed, ruled, scheduler_of
 
-from zerograph.core.machine import Machine
-from zerograph.core.plan import Homes, Plan
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Compute,
     DeviceUpdate,
     Fetch,
@@ -20,7 +18,6 @@ from zerograph.core.program import (
     Gather,
     HostUpdate,
     Instruction,
-    Program,
     Read,
     Reduce,
     Spill,
@@ -29,6 +26,9 @@ from zerograph.core.program import (
     WaitGather,
     Write,
 )
+from zerograph.core.machine import Machine
+from zerograph.core.plan import Homes, Plan
+from zerograph.core.program import Program
 from zerograph.planner.programs.homes import HOMES
 from zerograph.planner.programs.sketch import sketch
 from zerograph.sim.check import CHECKS, check_programs

@@ -1,4 +1,7 @@
-"""The simulation keeps streams in order, waits for what it must, and counts memory at every moment."""
+"""The simulation keeps streams in order, waits for what it must, and counts memory at every moment.
+
+Tests ``sim/costs.py``, ``sim/tasks.py`` and ``sim/cells.py``.
+"""
 
 from __future__ import annotations
 

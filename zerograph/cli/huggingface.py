@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.filekinds import refuse_other_kind
+from zerograph.core.files.kinds import refuse_other_kind
 
 NO_MODEL = "give the config.json of a Hugging Face model, or file.py:callable"
 

@@ -29,6 +29,7 @@ from torch import fx
 from zerograph import passes, runtime
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.frame_plan import Found, Planner
+from zerograph.compiler.lowering.torch_private import vector_instructions
 from zerograph.compiler.torch_private import (
     Uncacheable,
     facts_of_input,
@@ -36,13 +37,13 @@ from zerograph.compiler.torch_private import (
     graph_key,
     namespace_of,
     noting_wrappers,
-    vector_instructions,
     with_wrappers,
 )
 from zerograph.core.files.planfile import PassRecord
 from zerograph.core.files.private_folder import PrivateFolder
+from zerograph.core.instructions import Compute
 from zerograph.core.plan import Plan
-from zerograph.core.program import Compute, Program
+from zerograph.core.program import Program
 from zerograph.core.step import Step
 from zerograph.runtime.executor.executor import Executor
 

@@ -41,7 +41,8 @@ from zerograph.planner.profile.offloaded import offloaded
 from zerograph.planner.profile.tiling import in_loops, refuse_unknown, tiles_wanted
 from zerograph.planner.profile.token_tiles import in_token_tiles
 from zerograph.planner.programs.placement import Shards, kept_on
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 from zerograph.runtime.buffers import dtype_name
 
 log = logging.getLogger(__name__)

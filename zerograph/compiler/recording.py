@@ -21,16 +21,12 @@ from zerograph.compiler.frame import Frame
 from zerograph.compiler.report import RecordedStep
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.files.runfile import Measured, Run
-from zerograph.core.machine import Machine
-from zerograph.core.param_bytes import kept_states
-from zerograph.core.plan import Plan
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Compute,
     Computing,
     Free,
     Gather,
     Instruction,
-    Program,
     Reduce,
     Update,
     View,
@@ -38,6 +34,10 @@ from zerograph.core.program import (
     WaitGather,
     WaitReduce,
 )
+from zerograph.core.machine import Machine
+from zerograph.core.param_bytes import kept_states
+from zerograph.core.plan import Plan
+from zerograph.core.program import Program
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
 from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs
 from zerograph.planner.programs.updates import update_program

@@ -8,18 +8,10 @@ which pass on 2.14 too.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-import itertools
-import logging
-import os
 import pickle
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -35,31 +27,17 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import config as inductor_config
-from torch._inductor import cpu_vec_isa
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import LOCK_TIMEOUT, CppPythonBindingsCodeCache, _worker_compile_cpp, get_lock_dir
-from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.constant_folding import add_dont_constant_fold
-from torch._inductor.cpp_builder import CppBuilder
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.runtime_utils import cache_dir
-from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils._filelock import FileLock
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
-
-from zerograph.compiler.kernel_library import joined
-
-log = logging.getLogger(__name__)
 
 # Dynamo
 
@@ -73,6 +51,13 @@ def graph_breaks() -> dict[str, int]:
     """How often each reason has broken a graph in this process. ``torch._dynamo.explain`` tells it of one call, made
     for that purpose. Seen in 2.11, 2.13."""
     return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+def ends_at_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether the user's code goes on, uncompiled, behind Dynamo's graph. Dynamo keeps the reason on the graph; seen in
+    2.11 to 2.13."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
 
 
 # Fake tensors
@@ -305,12 +290,6 @@ def namespace_of(target: Any) -> str:
     return target.namespace if isinstance(target, OpOverload) else ""
 
 
-def vector_instructions() -> str:
-    """Those that Inductor writes C++ for, which its own keys leave out. Seen in 2.11, 2.13."""
-    _check_when_read()  # else all would be checked, where the first one is taken
-    return str(pick_vec_isa())
-
-
 @contextmanager
 def noting_wrappers(noted: list[bytes | Uncacheable]) -> Iterator[None]:
     """Patch AOTAutograd to note what it has around the programs that are compiled inside: as bytes for
@@ -394,28 +373,6 @@ def with_wrappers(wrappers: bytes, programs: Mapping[str, Callable[..., Any]]) -
     return torch._dynamo.disable(lambda *inputs: whole([*inputs]), reason="compiled already")  # type: ignore[no-any-return]
 
 
-def stored_segment(callee: object) -> Any:
-    """The result of :func:`compile_segment`, fit for pickle. Seen in 2.13.
-
-    Raises:
-        Uncacheable: Inductor compiled nothing.
-    """
-    from torch._functorch._aot_autograd.aot_autograd_result import BundledCompiledForward
-
-    if not isinstance(callee, CompiledFxGraph):
-        raise Uncacheable("a part of it is not compiled by Inductor")
-    stored = BundledCompiledForward(callee)
-    stored.pre_save()
-    return stored
-
-
-def loaded_segment(stored: Any) -> Callable[[list[Any]], Sequence[Any]]:
-    """The callable of what :func:`stored_segment` gave. Seen in 2.13."""
-    with tracing(TracingContext(FakeTensorMode())):  # as it was compiled
-        settings = {"cudagraphs": BoxedBool(False), "is_backward": False}
-        return stored.post_compile(stored.load([]), settings)  # type: ignore[no-any-return]
-
-
 # DTensor
 
 
@@ -450,215 +407,3 @@ def never_fold(operator: Any) -> None:
     """Keep those passes from replacing ``operator`` by its result where its inputs are constants.
     Seen in 2.11, 2.13."""
     add_dont_constant_fold(operator)
-
-
-def compile_segment(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """``gm`` compiled by Inductor, without another round of AOTAutograd, as a function of a list that it may clear.
-
-    ``torch._inductor.compile`` would trace again. It is no CUDA graph, whatever the user's settings: the outputs of one
-    lie in its own pool, and the next replay writes over them. Seen in 2.11, 2.13.
-    """
-    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    # Its own context: Dynamo's would check this segment's strides against the whole graph's outputs.
-    context = TracingContext(fake_mode_of(inputs) or FakeTensorMode())
-    with tracing(context), inductor_config.patch({"triton.cudagraphs": False}):
-        return compile_fx_inner(gm, inputs, is_inference=True)  # type: ignore[return-value]
-
-
-def wants_cuda_graphs() -> bool:
-    """Whether the user has told Inductor to make CUDA graphs. Seen in 2.11, 2.13."""
-    return bool(inductor_config.triton.cudagraphs)
-
-
-@contextmanager
-def kernels_in_background() -> Iterator[None]:
-    """Patch Inductor so that its C++ compilers work beside what goes on inside; the end waits for them.
-
-    By itself Inductor waits for the kernels of each graph, and has no setting for it: the modules that it generates
-    call ``AsyncCompile.wait`` with their globals, which hold what is to come. Segments are many small graphs, of which
-    none is needed before all exist, and several kernels are compiled as one. Only for CPUs: Triton's kernels are put
-    into Inductor's cache with their graph, and tuned. Seen in 2.11, 2.13.
-    """
-    waiting = list[tuple[AsyncCompile, dict[str, Any]]]()
-    wait = AsyncCompile.wait
-    groups = _KernelGroups(AsyncCompile.submit)
-    # Kernels that are asked for inside only queue up; nothing calls one before the end.
-    with (
-        patch.object(AsyncCompile, "wait", lambda compiler, scope: waiting.append((compiler, scope))),
-        patch.object(AsyncCompile, "submit", groups.submit),
-    ):
-        try:
-            yield
-        finally:
-            groups.begin()
-    # Not after an error: the segments that lack kernels are forgotten (SegmentCache.kernels_in_background).
-    for compiler, scope in waiting:
-        wait(compiler, scope)
-
-
-_KERNELS_AT_ONCE = 8
-"""An empty source takes 0.4 s of CPU, and each kernel in it 0.1: more at once would save little and begin late."""
-
-
-class _KernelGroups:
-    """Takes the builds of C++ kernels that are submitted to Inductor's threads, and submits several as one.
-
-    Each build still runs, behind that of its group, and builds what is missing then. Seen in 2.13; a version that
-    submits something else has its kernels built one by one.
-    """
-
-    def __init__(self, submit: Callable[[Callable[[], Any]], Any]) -> None:
-        self._submit = submit
-        self._waiting: list[_Kernel] = []
-
-    def submit(self, task: Callable[[], Any]) -> Any:
-        """The future of ``task``, as Inductor's own method has it."""
-        builder = _builder_of(task)
-        if builder is None:
-            return self._submit(task)
-        kernel = _Kernel(task, builder)
-        self._waiting.append(kernel)
-        if len(self._waiting) == _KERNELS_AT_ONCE:
-            self.begin()
-        return kernel.built
-
-    def begin(self) -> None:
-        """Have those built that are waiting."""
-        waiting, self._waiting = self._waiting, []
-        try:
-            if waiting:
-                self._submit(functools.partial(_build_kernels, waiting))
-        except BaseException as error:  # no thread, Ctrl-C: nobody may wait for these
-            for kernel in waiting:
-                kernel.built.set_exception(error)
-            raise
-
-
-@dataclass
-class _Kernel:
-    """One that is to be built."""
-
-    build: Callable[[], Any]
-    builder: CppBuilder
-    built: Future[None] = field(default_factory=Future)
-
-
-def _builder_of(task: Callable[[], Any]) -> CppBuilder | None:
-    """The builder of the kernel, where ``task`` builds one."""
-    if not isinstance(task, functools.partial) or task.func is not _worker_compile_cpp:
-        return None
-    _, builders = task.args
-    return builders[0] if len(builders) == 1 else None
-
-
-def _build_kernels(waiting: Sequence[_Kernel]) -> None:
-    alike: dict[str, list[CppBuilder]] = {}
-    for kernel in waiting:
-        options = CppBuilder(name="o", sources="i", BuildOption=kernel.builder._build_option)
-        alike.setdefault(options.get_command_line(), []).append(kernel.builder)
-    for builders in alike.values():
-        try:
-            _build_library({_key_of(builder): builder for builder in builders})
-        except Exception:  # of any kind: what is wrong with one its own build will say
-            log.warning("could not compile C++ kernels together; they are compiled one by one", exc_info=True)
-    for kernel in waiting:
-        try:
-            kernel.built.set_result(kernel.build())
-        except BaseException as error:
-            kernel.built.set_exception(error)
-
-
-def _key_of(builder: CppBuilder) -> str:
-    return Path(builder.get_target_file_path()).name.partition(".")[0]
-
-
-def _build_library(builders: Mapping[str, CppBuilder]) -> None:
-    """Build these kernels, which have the same options, by their keys, where no other process has or does."""
-    with ExitStack() as locks:
-        for key in sorted(builders):  # in an order: processes whose groups overlap wait for one another
-            path = os.path.join(get_lock_dir(), f"{key}.group.lock")
-            locks.enter_context(FileLock(path, timeout=LOCK_TIMEOUT))
-        libraries = {key: Path(builder.get_target_file_path()) for key, builder in builders.items()}
-        missing = {key: path for key, path in libraries.items() if not path.exists()}
-        if len(missing) < 2:
-            return
-        sources = {key: path.with_suffix(".cpp").read_text() for key, path in missing.items()}
-        options = next(iter(builders.values()))._build_option
-        with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="zerograph-") as folder:
-            source = Path(folder, "kernels.cpp")
-            source.write_text(joined(sources))
-            library = CppBuilder(name="kernels", sources=str(source), BuildOption=options, output_dir=folder)
-            library.build()
-            for target in missing.values():
-                _place(Path(library.get_target_file_path()), target)
-
-
-def _place(library: Path, target: Path) -> None:
-    """Have ``target`` be ``library`` at once, for whoever reads it meanwhile."""
-    try:
-        target.hardlink_to(library)
-    except FileExistsError:
-        pass  # a process that builds one by one was faster
-    except OSError:  # a file system without links
-        os.replace(shutil.copyfile(library, library.with_name(f"{target.name}.copy")), target)
-
-
-def prepare_kernels() -> Future[None]:
-    """Check the CPU's instruction sets and precompile the header of kernels, in a thread, once in a process.
-
-    Inductor does both when it meets the first kernel, and everything waits for the C++ compiler: here it is asked for a
-    kernel that is never built. Other processes of the host wait for Inductor's file locks and find the files. A step
-    that fails here fails again with the first kernel, which does all that is missing. Seen in 2.13 and in older
-    sources.
-    """
-    return _prepared(os.getpid())
-
-
-@functools.cache
-def _prepared(process: int) -> Future[None]:
-    """By process: a fork has no threads."""
-
-    def prepare() -> None:
-        _check_when_read()
-        CppPythonBindingsCodeCache.load_pybinding_async([], 'extern "C" void kernel() {}', submit_fn=lambda _: None)
-
-    thread = ThreadPoolExecutor(1, "zerograph-headers")
-    try:
-        return thread.submit(prepare)
-    finally:
-        thread.shutdown(wait=False)
-
-
-def _check_when_read() -> None:
-    """Patch Inductor to check only those instruction sets of an x86 CPU that it asks for; idempotent.
-
-    Each check compiles and loads a program, for 1.5 to 3 seconds of CPU. Inductor checks all that the CPU has, and then
-    takes the first. It has no setting for it but one that checks none. Seen in 2.13 and in older sources.
-    """
-    sets = cpu_vec_isa.x86_isa_checker()
-    if sys.platform == "linux" and sets:
-        known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= set(sets)]
-        cpu_vec_isa.valid_vec_isa_list = lambda: _Valid(known)  # type: ignore[assignment]
-
-
-class _Valid:
-    """Those of ``sets`` that pass their check, which torch caches, in order: as much of a list as Inductor uses."""
-
-    def __init__(self, sets: Sequence[Any]) -> None:
-        self._sets = sets
-
-    def __iter__(self) -> Iterator[Any]:
-        return filter(None, self._sets)
-
-    def __bool__(self) -> bool:
-        return any(self)
-
-    def __getitem__(self, index: int) -> Any:
-        return next(itertools.islice(self, index, None))
-
-
-def ends_at_graph_break(gm: fx.GraphModule) -> bool:
-    """Whether the user's code goes on, uncompiled, behind Dynamo's graph. Dynamo keeps the reason on the graph; seen in
-    2.11 to 2.13."""
-    reason: Any = getattr(gm, "compile_subgraph_reason", None)
-    return reason is not None and bool(reason.graph_break)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.filekinds import refuse_other_kind
+from zerograph.core.files.kinds import refuse_other_kind
 from zerograph.core.units import is_number
 
 VERSION = 2

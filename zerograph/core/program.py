@@ -1,9 +1,8 @@
-"""A program: the instructions of one forward, backward or update, as plain data that describe themselves.
+"""A program: the instructions of one forward, backward or update (:mod:`zerograph.core.instructions`), as plain data.
 
 Three builders emit them: the planner a sketch of a step (:mod:`zerograph.planner.programs.sketch`), lowering what will
 run (``compiler/lowering/lower.py``), the optimizer its update. Four read them: :mod:`zerograph.sim.simulate`,
-:mod:`zerograph.sim.check`, the executor, and the viewers. Registers are integers; an instruction names those it reads
-and writes, those that are dead after it, the stream it runs on, and the tiers it moves bytes between.
+:mod:`zerograph.sim.check`, the executor, and the viewers.
 """
 
 from __future__ import annotations
@@ -11,404 +10,32 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
+from zerograph.core.instructions import (
+    Accumulate,
+    Collective,
+    Compute,
+    Fetch,
+    Free,
+    Gather,
+    Instruction,
+    Place,
+    Read,
+    Reduce,
+    Scale,
+    Spill,
+    Update,
+    View,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+    Write,
+)
 from zerograph.core.machine import Tier
-from zerograph.core.plan import Param, ParamTile, Residency
+from zerograph.core.plan import ParamTile, Residency
 from zerograph.core.segment_profile import SegmentProfile
 from zerograph.core.step import Kind, layer_of
-from zerograph.core.timeline import Operation, Stream
 from zerograph.core.units import format_bytes
-
-Moves = tuple[Tier, Tier]
-"""From which tier to which."""
-
-
-class _Instruction:
-    """The facts that each class of instructions states about itself.
-
-    Attributes:
-        stream: that it occupies; None where it occupies none.
-        operation: what it does.
-        moves: from which tier to which.
-    """
-
-    __slots__ = ()
-    stream: ClassVar[Stream | None] = None
-    operation: ClassVar[Operation]
-    moves: ClassVar[Moves | None] = None
-
-
-class _Making(_Instruction):
-    """An instruction that writes one register, ``out``."""
-
-    __slots__ = ()
-    out: int
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.out,)
-
-
-@dataclass(frozen=True, slots=True)
-class Compute(_Instruction):
-    """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``.
-
-    Attributes:
-        token_tiles: into how many tiles of tokens the plan divides work of the region that it is of, of which it is
-            one, or in a sketch all.
-    """
-
-    stream = "compute"
-    operation = "compute"
-    segment: int
-    args: tuple[int, ...]
-    outs: tuple[int, ...]
-    dead: tuple[int, ...] = ()
-    module: str = ""
-    source: str = ""
-    token_tiles: int = 1
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.args
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return self.outs
-
-
-@dataclass(frozen=True, slots=True)
-class View(_Making):
-    """Look at a part of what ``source`` holds: along ``dim``, from ``begin`` to before ``end``."""
-
-    operation = "compute"
-    source: int
-    out: int
-    dim: int
-    begin: int
-    end: int
-    dead: tuple[int, ...] = ()
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return (self.source,)
-
-
-@dataclass(frozen=True, slots=True)
-class _TileEnd(_Making):
-    """The end of a tile: its results go into the tensor ``out`` of all tiles, which the first of them makes.
-
-    Attributes:
-        terms: what the tile made.
-        flops, moved: of its product, and bytes read and written.
-        packed: bytes of the matrices that it multiplies.
-    """
-
-    stream = "compute"
-    operation = "compute"
-    terms: tuple[int, ...]
-    out: int
-    first: bool
-    dead: tuple[int, ...] = ()
-    flops: int = 0
-    moved: int = 0
-    packed: int = 0
-    module: str = ""
-    source: str = ""
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.terms if self.first else (*self.terms, self.out)
-
-
-@dataclass(frozen=True, slots=True)
-class Place(_TileEnd):
-    """Copy the one term into ``out``: along ``dim``, from ``begin`` on, as far as there is room.
-
-    Attributes:
-        shape: of ``out``; a size of -1 is the term's.
-    """
-
-    shape: tuple[int, ...] = ()
-    dim: int = 0
-    begin: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulate(_TileEnd):
-    """Add the one term, or the matrix product of two, to ``out``, in place.
-
-    Sums are in float32 at least: 16 bits would round after every tile.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Scale(_Making):
-    """Multiply ``source`` by the number ``by``; ``out`` is in its memory, unless somebody else has that too."""
-
-    stream = "compute"
-    operation = "compute"
-    source: int
-    by: int
-    out: int
-    dead: tuple[int, ...] = ()
-    moved: int = 0
-    module: str = ""
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return (self.source, self.by)
-
-
-@dataclass(frozen=True, slots=True)
-class _Collective(_Making):
-    """The start of a collective of a bucket's parameters, or of a tile of it; ``out`` holds the pending transfer."""
-
-    bucket: int
-    params: tuple[Param, ...]
-    reads: tuple[int, ...]
-    out: int
-    dead: tuple[int, ...] = ()
-    bytes: int = 0
-    tile: int = 0
-    tiles: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Gather(_Collective):
-    """Start the all-gather of shards.
-
-    A bucket that is whole already is not gathered again. ``bytes`` are what all ranks' parts fill together.
-
-    Attributes:
-        fetched: whether an instruction before it has brought the shards of its bucket to the device.
-        resident: whether the forward has kept the bucket whole for it.
-    """
-
-    stream = "gather"
-    operation = "gather"
-    fetched: bool = False
-    resident: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce(_Collective):
-    """Start the reduction of full gradients over ranks; ``bytes`` are those that are summed."""
-
-    stream = "reduce"
-    operation = "reduce"
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait(_Instruction):
-    """Wait for a transfer; ``outs`` are parts of what it filled, in its memory."""
-
-    pending: int
-    outs: tuple[int, ...] = ()
-    dead: tuple[int, ...] = ()
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return (self.pending,)
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return self.outs
-
-
-@dataclass(frozen=True, slots=True)
-class WaitFetch(_Wait):
-    """Wait for what was read or fetched, and is needed next."""
-
-    operation = "fetch"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BucketWait(_Wait):
-    """Wait for a collective of a bucket, or of a tile of it."""
-
-    bucket: int
-    tile: int = 0
-    tiles: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class WaitGather(_BucketWait):
-    """Wait for a gather; ``outs`` are the full parameters, ``kept`` whole for a later program or not."""
-
-    operation = "gather"
-    kept: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WaitReduce(_BucketWait):
-    """Wait for a reduction; ``outs`` are this rank's shards of the averaged gradients.
-
-    Attributes:
-        leaves: whether moves behind it take gradients of its bucket to their home.
-        updatable: places among the ``outs`` of whole gradients that stay in this memory, so that an update inside of
-            the backward may take them here.
-    """
-
-    operation = "reduce"
-    leaves: bool = False
-    updatable: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Free(_Instruction):
-    """Let go of a bucket's full parameters.
-
-    Attributes:
-        kept: whether the bucket stays whole for a later program.
-        ends: whether it was kept for this one, and no later program finds it.
-    """
-
-    operation = "free"
-    bucket: int
-    params: tuple[int, ...]
-    dead: tuple[int, ...] = ()
-    kept: bool = False
-    tile: int = 0
-    tiles: int = 1
-    ends: bool = False
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.params
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return ()
-
-
-@dataclass(frozen=True, slots=True)
-class Update(_Instruction):
-    """The optimizer's pass over what lives on the device; ``sizes`` are the bytes it reads and writes, by parameter."""
-
-    stream = "compute"
-    operation = "update"
-    buckets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    reads: tuple[int, ...] = ()
-    dead: tuple[int, ...] = ()
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Move(_Instruction):
-    """Bytes on their way between tiers.
-
-    Attributes:
-        what: is moved: "shard", "gradient", "states", "parameters" or "activations".
-        label: whose, for people: a bucket, a tile of it, a layer or an activation.
-        module: that it belongs to.
-        bytes: of this rank.
-        bucket, tile: -1 and 0 of activations.
-        slot: the register that stands for its staging buffer: it waits for all that worked in what was there before.
-        params: that the shards or gradients are of, in the order of the registers; none in sketches.
-        home: of a shard, a gradient or an activation, where it lives off the device.
-        complete: whether behind it whole gradients have left the device, and not only a tile of one.
-    """
-
-    what: str
-    label: str
-    module: str
-    bytes: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    dead: tuple[int, ...] = ()
-    bucket: int = -1
-    tile: int = 0
-    slot: int | None = None
-    params: tuple[Param, ...] = ()
-    home: Tier | None = None
-    complete: bool = False
-
-    @property
-    def staged(self) -> bool:
-        """Whether it moves between the device and a staging buffer, and another move between that and the home."""
-        return self.home is not None and self.moves is not None and self.home not in self.moves
-
-
-@dataclass(frozen=True, slots=True)
-class Spill(_Move):
-    """Copy from the device to the host."""
-
-    stream = "d2h"
-    operation = "spill"
-    moves = ("device", "host")
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch(_Move):
-    """Copy from the host to the device."""
-
-    stream = "h2d"
-    operation = "fetch"
-    moves = ("host", "device")
-
-
-@dataclass(frozen=True, slots=True)
-class Write(_Move):
-    """Write from a staging buffer to NVMe; on a CPU the host's memory is the device's."""
-
-    stream = "nvme_write"
-    operation = "write"
-    moves = ("host", "nvme")
-
-
-@dataclass(frozen=True, slots=True)
-class Read(_Move):
-    """Read from NVMe into a staging buffer."""
-
-    stream = "nvme_read"
-    operation = "read"
-    moves = ("nvme", "host")
-
-
-@dataclass(frozen=True, slots=True)
-class HostUpdate(_Move):
-    """The optimizer's pass over a bucket or tile whose states live off the device; ``bytes`` are read and written.
-
-    Attributes:
-        updated: how many parameters these are of.
-        tiles: that updates of the bucket divide it into.
-    """
-
-    stream = "cpu_update"
-    operation = "update"
-    updated: int = 0
-    tiles: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceUpdate(_Move):
-    """The same on the device, of states that came from the host and go back there.
-
-    Attributes:
-        updated, tiles: as :class:`HostUpdate` has them.
-    """
-
-    stream = "compute"
-    operation = "update"
-    updated: int = 0
-    tiles: int = 1
-
-
-Move = Spill | Fetch | Write | Read | HostUpdate | DeviceUpdate
-Collective = Gather | Reduce
-Wait = WaitGather | WaitReduce | WaitFetch
-TileEnd = Place | Accumulate
-Computing = Compute | Update | TileEnd | Scale
-"""Instructions that compute, and belong to no bucket."""
-Timed = Computing | Collective | Move
-"""Instructions that occupy a stream."""
-Instruction = Timed | Wait | Free | View
 
 
 def stays_whole(residency: Residency, kind: str) -> bool:
@@ -522,10 +149,10 @@ class Program:
             case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
                 name = self.buckets[instruction.bucket] if self.buckets else f"bucket {instruction.bucket}"
                 return name if instruction.tiles == 1 else f"{name} tile {instruction.tile + 1}/{instruction.tiles}"
-            case _Move():
-                return instruction.label
-            case _:
+            case Update() | WaitFetch() | View():
                 return ""
+            case _:
+                return instruction.label
 
     def name(self, instruction: Instruction) -> str:
         """The name of ``instruction``, for people; nothing reads it to know what it is."""
@@ -548,14 +175,14 @@ class Program:
     def module(self, instruction: Instruction) -> str:
         """The module that it works for."""
         match instruction:
-            case Compute() | Place() | Accumulate() | Scale() | _Move():
-                return instruction.module
+            case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
+                return self.buckets[instruction.bucket] if self.buckets else ""
             case Update():
                 return "optimizer"
             case WaitFetch() | View():
                 return ""
             case _:
-                return self.buckets[instruction.bucket] if self.buckets else ""
+                return instruction.module
 
     def __str__(self) -> str:
         """The instructions, one line each, as a person reads them."""

@@ -20,7 +20,7 @@ from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.forecasts import forecast_programs
 from zerograph.planner.programs.homes import open_homes, open_tiers
 from zerograph.planner.programs.rates import Rates
-from zerograph.planner.search.search import Constraints
+from zerograph.planner.search.constraints import Constraints
 
 ATTEMPTS = 8
 """Plans that are compiled in search of one whose programs hold no more than they may, after the first."""
@@ -58,7 +58,7 @@ def plan_file(
             at any stage, and inputs that the model brings are resized.
         memory: bytes of the device that a search may fill: then the plan is searched at any stage, for what the
             options leave open.
-        offload, tier, overlap: as in :class:`~zerograph.planner.search.search.Constraints`. Unless ``offload`` is
+        offload, tier, overlap: as in :class:`~zerograph.planner.search.constraints.Constraints`. Unless ``offload`` is
             "none", the plan is searched over all tiers of ``machine``, and forecast from its schedule: no program can
             be lowered for it yet.
         fold: see :func:`zerograph.dryrun.compile_only.compile_only`.

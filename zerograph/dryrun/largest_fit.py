@@ -20,8 +20,9 @@ from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.infeasible import infeasible
 from zerograph.planner.explain.plan_file import file_from_sketch
+from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.largest_size import MOST, Budget, LargestSize, fullest, largest_size
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
 
 ATTEMPTS = 4

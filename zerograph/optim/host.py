@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zerograph._core as _core
 from zerograph.core import slots
-from zerograph.core.errors import CheckpointError, UnsupportedError
+from zerograph.core.errors import UnsupportedError
 from zerograph.optim.algorithm import Algorithm, OnDevice
 from zerograph.optim.clip import power_sum
 from zerograph.optim.delayed import DelayedSteps
@@ -31,18 +30,17 @@ from zerograph.optim.factor import Asked, Factor
 from zerograph.optim.forward import ForwardSteps
 from zerograph.optim.options import Options
 from zerograph.optim.overlap import EarlySteps
-from zerograph.optim.parts import GroupParts, Member, Part, Row, parts_of
+from zerograph.optim.parts import GroupParts, Part, Row
+from zerograph.optim.states import States
 from zerograph.optim.stream import Stored, Stream
-from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of, uses_kernels
+from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of
 from zerograph.optim.through_device import ThroughDevice
 from zerograph.optim.torch_private import hooked_step, tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import StepCount
-from zerograph.runtime.homes.blocks import Place
 from zerograph.runtime.homes.shards import ShardStore
-from zerograph.runtime.torch_private import local_tensor, placed_as
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +88,8 @@ class HostOptimizer(Optimizer):
     def _begin_anew(self) -> None:
         """Know nothing of parameters, states and updates."""
         self._layouts: dict[tuple[int, ...], GroupLayout] = {}
-        self._plans: dict[tuple[int, ...], GroupParts] = {}
         self._streams: dict[tuple[int, ...], Stream] = {}  # by ``id`` of their parts
+        self._states = States(self, self.algorithm, self.master, self.moments, self._streams.clear)
         self._running: PendingUpdate | None = None
         self.early = EarlySteps(self) if self.overlap is True else None
         self.late = DelayedSteps(self) if self.delayed else ForwardSteps(self) if self.overlap == "forward" else None
@@ -248,7 +246,7 @@ class HostOptimizer(Optimizer):
         """Whether a device has all that is updated, and can skip the update: it is then not waited for. First steps,
         which make states, are decided on the host."""
         devices = set[torch.device]().union(*(row.layout.devices for row in rows))
-        known = [self._plans.get(row.key) for row in rows]
+        known = [self._states.known.get(row.key) for row in rows]
         return (
             len(devices) == 1
             and all(row.layout.is_elsewhere for row in rows)
@@ -304,9 +302,7 @@ class HostOptimizer(Optimizer):
 
     def prepare(self, rows: Sequence[Row]) -> list[GroupParts]:
         """The parts of ``rows``, with states where some were missing; nothing is updated where it raises."""
-        # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
-        states = set(map(id, self.state.values()))
-        return [self._plan(row, states) for row in rows]
+        return self._states.parts(rows, self.store)
 
     def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
@@ -372,103 +368,6 @@ class HostOptimizer(Optimizer):
         self.algorithm.on_device(OnDevice(group, part, members, [g.to(m.target.dtype) for m, g in pairs], factor))
         if part.mastered:
             torch._foreach_copy_([m.local for m in members], [m.target for m in members])
-
-    # State.
-
-    def _plan(self, row: Row, states: set[int]) -> GroupParts:
-        key, group, layout, grads = row
-        plan = self._plans.get(key)
-        slots, store = self.algorithm.slots(group), self.store
-        homes = (store, store.changes if store is not None else 0)
-        if plan is None or not plan.holds(layout, slots, grads, states, homes):
-            known = plan.members_of(layout, self.state) if plan is not None else ()
-            places = store.places() if store is not None else {}
-            parts = parts_of(layout, grads, known, lambda i: self._member(group, layout, i, slots, places))
-            plan = self._plans[key] = GroupParts(layout, slots, parts, self.state, homes)
-            self._streams.clear()  # of parts that are gone
-        return plan
-
-    def _member(
-        self,
-        group: Mapping[str, Any],
-        layout: GroupLayout,
-        index: int,
-        slots: Sequence[str],
-        places: Mapping[int, Place],
-    ) -> Member:
-        """The parameter's state, made where it is missing and brought home, in the form that the kernels take."""
-        param, local, name = layout.params[index], layout.locals[index], layout.name(index)
-        place, (copy, streamed, through) = places.get(id(param)), self._kept_of(param)
-        if not local.numel() or not (slots or streamed or self._keeps_master(param)):
-            place = None  # nothing to stream
-        # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
-        if not (self.algorithm.counts or slots or self._keeps_master(param)):
-            return Member(index, local, local, [], None, False, place, copy, streamed, through)
-        state = self.state[param]
-        if self.algorithm.counts:
-            at = local.device if self.algorithm.counts_on_device else torch.device("cpu")
-            state["step"] = _counter(state.get("step", 0.0), at)
-        fresh = self.algorithm.starts_from_gradient and any(state.get(slot) is None for slot in slots)
-        dtype, fill = self._state_dtype(param), float(self.defaults.get(self.algorithm.fill, 0.0))
-        for slot in slots:
-            made = state.get(slot)
-            if place is not None:
-                state[slot] = self._stored(place, slot, made, param, dtype, fill)
-                continue
-            if made is None:
-                made = torch.full_like(param, fill, dtype=dtype)
-            state[slot] = _fitted(made, param, dtype, f"{slot} of {name}")
-        target = local
-        if self._keeps_master(param):
-            master = state.get("master")
-            master = param.detach().to(torch.float32) if master is None else master
-            if place is not None:
-                state["master"] = self._stored(place, "master", master, param, torch.float32, 0.0)
-            else:
-                state["master"] = _fitted(master, param, torch.float32, f"master of {name}")
-            target = local_tensor(state["master"])
-        states = [local_tensor(state[s]) for s in slots]
-        return Member(index, local, target, states, state.get("step"), fresh, place, copy, streamed, through)
-
-    def _kept_of(self, param: Tensor) -> tuple[Tensor | None, tuple[tuple[str, torch.dtype], ...], str]:
-        """The copy gathered in place of ``param``, its tensors on NVMe, and its name if it is updated elsewhere."""
-        store = self.store
-        return (
-            (store.copy_of(param), store.streamed(param), store.through_device(param))
-            if store is not None
-            else (None, (), "")
-        )
-
-    def _stored(
-        self, place: Place, name: str, value: Tensor | None, param: Tensor, dtype: torch.dtype, fill: float
-    ) -> Tensor:
-        """State ``value`` of ``param`` on NVMe, where it is made when there is none."""
-        store = self.store
-        assert store is not None
-        if value is not None and value.dtype == dtype and store.is_home(self, place, name, local_tensor(value)):
-            return value
-        home = store.state(self, place, name, dtype, local_tensor(param), fill)
-        if value is not None:
-            home.copy_(local_tensor(_fitted(value, param, dtype, f"{name} of a parameter")))
-        return placed_as(home, param)
-
-    def _keeps_master(self, param: Tensor) -> bool:
-        return self.master is not None and param.dtype.itemsize < self.master.itemsize
-
-    def _state_dtype(self, param: Tensor) -> torch.dtype:
-        """float32 on the host, whatever the parameter's dtype is; on devices that of the parameter, as torch has it."""
-        local = local_tensor(param)
-        if uses_kernels(local):
-            return self.moments or torch.float32
-        own = torch.float32 if self._keeps_master(param) else param.dtype
-        if self.moments in (None, own):
-            return own
-        if self.algorithm.kernel_for(local, own) is None:
-            raise UnsupportedError(
-                f"moments={self.moments} for {own} on {param.device}: torch's fused kernels keep both alike",
-                "leave moments out there; on the host, and on GPUs with Triton, each choice works",
-            )
-        return self.moments
 
     # Checkpoints and copies.
 
@@ -554,31 +453,3 @@ def _update_arrived(
 @functools.cache
 def _tell_target() -> None:
     log.info("optimizer kernels for %s on %d threads", _core.simd_target(), _core.pool_threads())
-
-
-def _counter(value: Any, device: torch.device) -> Tensor:
-    """``value`` as the 0-d float32 tensor that torch keeps."""
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    if not isinstance(value, Tensor):
-        return torch.full((), float(value), dtype=torch.float32, device=device)
-    value = value.to(device, torch.float32)
-    return value if value.ndim == 0 else value.reshape(())
-
-
-def _fitted(value: Tensor, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """State ``value`` in ``dtype`` and laid out as ``param``; itself if it is so already."""
-    if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.shape == param.shape:
-        from zerograph.sharding.shards import as_shard  # imports Dynamo, which plain tensors do not need
-
-        value = as_shard(value, param)
-    if value.shape != param.shape:
-        raise CheckpointError(
-            f"{name} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}",
-            "load a checkpoint of the same model",
-        )
-    local, own = local_tensor(value), local_tensor(param)
-    alike = local.stride() == own.stride() or (local.is_contiguous() and own.is_contiguous())
-    if alike and (local.dtype, local.device, local.shape) == (dtype, own.device, own.shape):
-        return value
-    return torch.empty_like(param, dtype=dtype).copy_(value)

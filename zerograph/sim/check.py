@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from zerograph.core.errors import InvariantError
-from zerograph.core.machine import Tier
-from zerograph.core.plan import Plan
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Accumulate,
     Compute,
     DeviceUpdate,
@@ -23,7 +21,6 @@ from zerograph.core.program import (
     HostUpdate,
     Instruction,
     Place,
-    Program,
     Reduce,
     Scale,
     Spill,
@@ -32,6 +29,9 @@ from zerograph.core.program import (
     WaitGather,
     Write,
 )
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Plan
+from zerograph.core.program import Program
 from zerograph.sim.check_step import STEP_CHECKS, Wrong, check_step
 
 CHECKS: Mapping[str, str] = {

@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zerograph.core.placement import updated_late
-from zerograph.core.plan import Bucket, Homes, Plan
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Compute,
     DeviceUpdate,
     Fetch,
@@ -17,7 +15,6 @@ from zerograph.core.program import (
     HostUpdate,
     Instruction,
     Move,
-    Program,
     Read,
     Reduce,
     Spill,
@@ -29,6 +26,9 @@ from zerograph.core.program import (
     WaitReduce,
     Write,
 )
+from zerograph.core.placement import updated_late
+from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.program import Program
 from zerograph.core.step import layer_of, layer_of_activation
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.compiler.lowering.lower import lower
 from zerograph.compiler.lowering.segments import SegmentCache
-from zerograph.core.program import Accumulate, Compute, Gather, Program
+from zerograph.core.instructions import Accumulate, Compute, Gather
+from zerograph.core.program import Program
 from zerograph.graph.nodes import added
 from zerograph.passes import gather, prefetch
 

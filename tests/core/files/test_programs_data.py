@@ -16,8 +16,9 @@ from quick import examples
 
 from zerograph.core.files.columns import from_mixed_table, mixed_table
 from zerograph.core.files.programs_data import programs_data, programs_of
+from zerograph.core.instructions import Compute, Free, Gather, Place, View, WaitGather
 from zerograph.core.plan import Param, tile_params
-from zerograph.core.program import Compute, Free, Gather, Place, Program, Register, Segment, View, WaitGather
+from zerograph.core.program import Program, Register, Segment
 from zerograph.core.segment_profile import SegmentProfile
 from zerograph.planner.programs.sketch import settled, sketch
 

@@ -15,9 +15,9 @@ from planner.formulas import checkpoint_bytes, layer_bytes, layout_of, model_sta
 from quick import examples
 
 from zerograph.core.errors import ConfigError
+from zerograph.core.instructions import Read, Reduce
 from zerograph.core.machine import PRESETS, TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Homes, Offload
-from zerograph.core.program import Read, Reduce
 from zerograph.planner.estimate.estimate import Question, Row, estimate_rows, fastest
 from zerograph.planner.estimate.largest_estimate import WHATS, largest_estimate
 from zerograph.planner.estimate.preset import DEPTHS, Outcome, Preset

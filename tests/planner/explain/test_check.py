@@ -18,7 +18,8 @@ from zerograph.core.plan import GivenPlan, Homes, Plan
 from zerograph.core.step import Step
 from zerograph.planner import plan_step, replay
 from zerograph.planner.explain.check import CHECKS, Violation, check_plan, require_plan
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 
 WORLD = 2
 

@@ -14,7 +14,9 @@ from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.step import Step
 from zerograph.planner.explain.infeasible import changes, infeasible
-from zerograph.planner.search.search import Constraints, Search, limits
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
+from zerograph.planner.search.search_space import limits
 
 MACHINE = machine_named("h100-80gb")
 

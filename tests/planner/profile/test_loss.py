@@ -21,7 +21,8 @@ from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles,
 from zerograph.planner.profile.optimizer import with_updates
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.programs.rules import plan_step
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 
 pytestmark = pytest.mark.costly
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from planner.steps import Layer, of_kinds, step_of
 from quick import examples
 
+from zerograph.core.instructions import Update
 from zerograph.core.machine import machine_named
-from zerograph.core.program import Update
 from zerograph.core.step import Step
 from zerograph.planner import plan_step
 from zerograph.planner.profile.optimizer import with_updates
@@ -19,7 +19,8 @@ from zerograph.planner.profile.regions import profile
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 
 KINDS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=3)
 

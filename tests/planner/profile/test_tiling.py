@@ -18,7 +18,8 @@ from zerograph.planner import plan_step
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.explain.replay import replay
 from zerograph.planner.profile.tiling import apart, in_loops, looped, refuse_unknown, tiles_wanted
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 
 
 def _step() -> Step:

@@ -18,7 +18,8 @@ from zerograph.planner.explain.check import check_plan
 from zerograph.planner.explain.replay import restricted_to_step
 from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, in_token_tiles, with_token_tiles
 from zerograph.planner.programs.rules import plan_step
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 
 GPU, WORLD, MIB = machine_named("h100-80gb"), 2, 2**20
 STREAM, INSIDE, ROWS, WEIGHT = 10**7, 10**9, 2**20, 2**28

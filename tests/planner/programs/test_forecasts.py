@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.files.runfile import Measured
+from zerograph.core.instructions import Fetch, Read, Reduce, Spill, Write
 from zerograph.core.machine import machine_named
 from zerograph.core.param_bytes import kept_states, shard_bytes
 from zerograph.core.plan import Homes
-from zerograph.core.program import Fetch, Read, Reduce, Spill, Write
 from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.updates import update_program

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import run
 
-from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Reduce, Segment, WaitGather, WaitReduce
+from zerograph.core.instructions import Compute, Free, Gather, Instruction, Reduce, WaitGather, WaitReduce
+from zerograph.core.program import Program, Segment
 from zerograph.core.step import Param
 from zerograph.planner.programs.process_memory import FRAGMENTATION, PER_OPERATOR, resident, transport_bytes
 from zerograph.runtime.buffers import torch_dtype

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
+from zerograph.core.instructions import Accumulate, Compute, Gather, Read, Reduce, Write
 from zerograph.core.machine import Link, machine_named
 from zerograph.core.param_bytes import gathered_bytes, kept_states, reduced_bytes
-from zerograph.core.program import Accumulate, Compute, Gather, Read, Reduce, Segment, Write
+from zerograph.core.program import Segment
 from zerograph.core.step import Param
 from zerograph.planner.programs.rates import Rates
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.files.planfile import Holding, PlanFile
+from zerograph.core.instructions import Read
 from zerograph.core.machine import TIERS, Machine, machine_named
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Homes
-from zerograph.core.program import Read
 from zerograph.core.timeline import Forecast
 from zerograph.dryrun.compile_only import Compiled
 from zerograph.dryrun.forecast import forecast_file

@@ -1,6 +1,6 @@
 """Decisions: every change is a plan that makes sense, and half the way lies between two plans.
 
-Tests ``planner/search/search_space.py``.
+Tests ``planner/search/search_space.py`` and ``planner/search/open_decisions.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.search import decisions
+from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.decisions import Decision, by_reward, halfway, in_runs, neighbours, spread
-from zerograph.planner.search.search import Constraints, Search, _all_decisions
+from zerograph.planner.search.open_decisions import all_decisions
+from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import SearchSpace
 
 GPU = machine_named("h100-80gb")
@@ -28,7 +30,7 @@ SPACE = SEARCH.spaces[0]
 STEP_LAYER = "blocks.0"
 
 
-def all_decisions(space: SearchSpace) -> dict[str, Decision]:
+def every_decision(space: SearchSpace) -> dict[str, Decision]:
     return {
         "residency": decisions.residency(space),
         "levels": decisions.levels(space),
@@ -43,7 +45,7 @@ def all_decisions(space: SearchSpace) -> dict[str, Decision]:
     }
 
 
-DECISIONS = all_decisions(SPACE)
+DECISIONS = every_decision(SPACE)
 
 
 @st.composite
@@ -111,7 +113,7 @@ def test_every_decision_is_turned_by_the_search() -> None:
     """But for those that the constraints, the buckets, or the tiles of the profile fix; loops follow from tiles."""
     plan = replace(SPACE.plan, offload=((STEP_LAYER, "host"),), prefetch=2)
     moved: set[str] = set()
-    for decision in _all_decisions(SPACE, SEARCH.constraints, SEARCH.homes, SEARCH.tiers):
+    for decision in all_decisions(SPACE, SEARCH.constraints, SEARCH.homes, SEARCH.tiers):
         for changed in decision.changes(plan, 1):
             moved |= {name for name in decided(Plan) if getattr(plan, name) != getattr(changed, name)}
             for old, new in zip(plan.buckets, changed.buckets, strict=True):

@@ -13,8 +13,9 @@ from planner.steps import transformer
 
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.few_layers import by_few_layers
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.search import Search
 
 OPEN = Constraints("auto", 16, offload="auto")
 DGX2 = machine_named("v100-32gb-dgx2")

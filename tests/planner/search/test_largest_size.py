@@ -16,8 +16,9 @@ from quick import examples
 from zerograph.core.errors import SizeError
 from zerograph.core.machine import Tier, machine_named
 from zerograph.core.step import Step
+from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.largest_size import largest_size
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.search import Search
 
 MACHINE = machine_named("h100-80gb")
 LAYERS = [Layer(rows=10**5, stream=4096, inside=16384)] * 3

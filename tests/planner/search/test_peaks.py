@@ -17,8 +17,10 @@ from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
 from zerograph.planner.explain.reasons import under_way
 from zerograph.planner.programs.forecasts import forecast_sketch
-from zerograph.planner.search.search import MOST_TILES, Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
+from zerograph.planner.search.variants import MOST_TILES
 
 MIB = 2**20
 GPU = machine_named("h100-80gb")

@@ -1,4 +1,7 @@
-"""The search: never far from the best there is, never over the budget, never worse with more of it."""
+"""The search: never far from the best there is, never over the budget, never worse with more of it.
+
+Tests ``planner/search/constraints.py``, ``planner/search/local_search.py`` and ``planner/search/variants.py``.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ from zerograph.core.step import Step
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search import decisions
-from zerograph.planner.search.search import Constraints, Search, limits
-from zerograph.planner.search.search_space import Candidate, frontier
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
+from zerograph.planner.search.search_space import Candidate, frontier, limits
 from zerograph.sim.simulate import simulate
 
 MACHINE = machine_named("h100-80gb")

@@ -23,7 +23,9 @@ from zerograph.planner.profile.liveness import Graph, saved
 from zerograph.planner.profile.regions import profile
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
-from zerograph.planner.search.search import WORK, Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.local_search import WORK
+from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
 from zerograph.planner.search.selective import STOPS, stops
 

@@ -13,20 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Accumulate,
     Compute,
     Free,
     Gather,
     Place,
-    Program,
     Reduce,
     Scale,
-    Segment,
     View,
     WaitGather,
     WaitReduce,
 )
+from zerograph.core.program import Program, Segment
 from zerograph.core.step import Param
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.executor import Executor, Runtime

@@ -25,7 +25,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "available", lambda device: True)
-        for module in ("tensors", "parts", "host", "factor"):
+        for module in ("tensors", "parts", "states", "factor"):
             patch.setattr(f"zerograph.optim.{module}.uses_kernels", lambda local: False)
         patch.setattr("zerograph.optim.algorithms.adam.adam", None)  # torch's, which is not to be called
         patch.setattr(torch, "_foreach_norm", None)

@@ -17,10 +17,7 @@ from torch import fx
 from zerograph.compiler.capture import source_line
 from zerograph.compiler.lowering.segment_graph import Body, body_of
 from zerograph.compiler.lowering.segments import Callee, SegmentCache, interpret
-from zerograph.core.machine import Tier
-from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
-from zerograph.core.plan import Homes, ParamTile, Plan, Residency
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Accumulate,
     Compute,
     Fetch,
@@ -28,21 +25,20 @@ from zerograph.core.program import (
     Gather,
     Instruction,
     Place,
-    Program,
     Read,
     Reduce,
-    Register,
     Scale,
-    Segment,
     Spill,
     View,
     WaitFetch,
     WaitGather,
     WaitReduce,
     Write,
-    ends_whole,
-    stays_whole,
 )
+from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
+from zerograph.core.plan import Homes, ParamTile, Plan, Residency
+from zerograph.core.program import Program, Register, Segment, ends_whole, stays_whole
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.graph import ops
 from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owner, moved_bytes, packed_bytes

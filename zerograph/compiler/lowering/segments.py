@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from zerograph.compiler.lowering.segment_graph import Body
-from zerograph.compiler.torch_private import (
-    Uncacheable,
+from zerograph.compiler.lowering.torch_private import (
     compile_segment,
     kernels_in_background,
     loaded_segment,
@@ -22,6 +21,7 @@ from zerograph.compiler.torch_private import (
     stored_segment,
     wants_cuda_graphs,
 )
+from zerograph.compiler.torch_private import Uncacheable
 
 log = logging.getLogger(__name__)
 Callee = Callable[[list[Any]], Sequence[Any]]

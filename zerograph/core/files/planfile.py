@@ -14,8 +14,8 @@ from typing import Any
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
-from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.files.columns import from_table, table
+from zerograph.core.files.kinds import refuse_other_kind
 from zerograph.core.files.linediff import unified
 from zerograph.core.files.programs_data import programs_data, programs_of
 from zerograph.core.machine import Machine, Tier

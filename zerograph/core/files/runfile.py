@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.filekinds import refuse_other_kind
+from zerograph.core.files.kinds import refuse_other_kind
 from zerograph.core.files.planfile import canonical, forecast_data, forecast_of
-from zerograph.core.program import Compute, Gather, Reduce, Segment, Timed, Update
+from zerograph.core.instructions import Compute, Gather, Reduce, Timed, Update
+from zerograph.core.program import Segment
 from zerograph.core.timeline import Forecast, Span
 from zerograph.core.units import is_number
 

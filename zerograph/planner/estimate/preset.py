@@ -13,10 +13,11 @@ from functools import lru_cache
 
 from zerograph.core.files.planfile import Holding
 from zerograph.core.garbage import without_gc
+from zerograph.core.instructions import Collective, WaitGather, WaitReduce
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.param_bytes import kept_states, shard_bytes
 from zerograph.core.plan import Bucket, Plan
-from zerograph.core.program import Collective, Program, WaitGather, WaitReduce
+from zerograph.core.program import Program
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import ITEM_SIZE, Step
 from zerograph.planner.estimate.sizes import ModelSize
@@ -34,7 +35,8 @@ from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.decisions import with_tiles
-from zerograph.sim.simulate import Tasks, simulate, walk
+from zerograph.sim.simulate import simulate, walk
+from zerograph.sim.tasks import Tasks
 
 Numbers = Mapping[tuple[object, ...], float]
 

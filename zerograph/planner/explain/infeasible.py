@@ -21,8 +21,10 @@ from zerograph.core.units import format_bytes
 from zerograph.planner.estimate.shortage import Remedy, ranked
 from zerograph.planner.profile.regions import Life, Profile, Work
 from zerograph.planner.programs.forecasts import KINDS, forecast_sketch
-from zerograph.planner.search.search import BUCKET_SIZES, Constraints, Search, Variant, limits, smallest
-from zerograph.planner.search.search_space import Candidate, overrun
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search, smallest
+from zerograph.planner.search.search_space import Candidate, limits, overrun
+from zerograph.planner.search.variants import BUCKET_SIZES, Variant
 
 _PLANNED = " (can be planned, not run yet)"
 

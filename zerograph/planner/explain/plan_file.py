@@ -15,7 +15,8 @@ from zerograph.planner.explain.infeasible import infeasible
 from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.programs.sketch import settled, sketch
-from zerograph.planner.search.search import Constraints, Search
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
 
 UNPROGRAMMED = (

@@ -14,7 +14,7 @@ from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner.profile.tiling import apart
 from zerograph.planner.programs.placement import Shards
 from zerograph.planner.programs.rates import Rates
-from zerograph.planner.search.search import Constraints
+from zerograph.planner.search.constraints import Constraints
 
 _FASTEST = "predicted to be the fastest of the plans that were searched and fit"
 _ASKED = "it was asked for"

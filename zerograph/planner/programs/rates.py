@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zerograph.core.machine import Machine, Tier
-from zerograph.core.param_bytes import update_bytes
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Accumulate,
     Compute,
     DeviceUpdate,
@@ -21,12 +19,14 @@ from zerograph.core.program import (
     Read,
     Reduce,
     Scale,
-    Segment,
     Spill,
     Timed,
     Update,
     Write,
 )
+from zerograph.core.machine import Machine, Tier
+from zerograph.core.param_bytes import update_bytes
+from zerograph.core.program import Segment
 from zerograph.core.step import Param
 from zerograph.core.timeline import Stream
 

@@ -22,16 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from zerograph.core.machine import Tier
-from zerograph.core.placement import updated_late
-from zerograph.core.plan import Bucket, Homes, Plan
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Compute,
     Fetch,
     Free,
     Gather,
     Instruction,
-    Program,
     Read,
     Reduce,
     Spill,
@@ -39,9 +35,11 @@ from zerograph.core.program import (
     WaitGather,
     WaitReduce,
     Write,
-    ends_whole,
-    stays_whole,
 )
+from zerograph.core.machine import Tier
+from zerograph.core.placement import updated_late
+from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.program import Program, ends_whole, stays_whole
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler

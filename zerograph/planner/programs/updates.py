@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from zerograph.core.plan import Bucket, Homes, Plan
-from zerograph.core.plan import Update as UpdatePlace
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     DeviceUpdate,
     Fetch,
     HostUpdate,
     Instruction,
     Move,
-    Program,
     Read,
     Spill,
     WaitFetch,
     Write,
 )
+from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.plan import Update as UpdatePlace
+from zerograph.core.program import Program
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Kind
 from zerograph.planner.programs.placement import APART, BucketPart, bucket_parts

@@ -13,8 +13,8 @@ from operator import itemgetter
 from zerograph.core.errors import SizeError
 from zerograph.core.machine import TIERS, Tier
 from zerograph.planner.search.furthest import furthest
-from zerograph.planner.search.search import Search, limits
-from zerograph.planner.search.search_space import overrun
+from zerograph.planner.search.search import Search
+from zerograph.planner.search.search_space import limits, overrun
 
 MOST = 2**30
 """Sizes beyond are not tried."""

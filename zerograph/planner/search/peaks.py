@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zerograph.core.instructions import Compute, Fetch, Free, Gather, Read, Reduce, WaitGather
 from zerograph.core.plan import Plan
-from zerograph.core.program import Compute, Fetch, Free, Gather, Read, Reduce, WaitGather
 from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.decisions import with_starts, with_tiles
 from zerograph.planner.search.search_space import Candidate, SearchSpace
-from zerograph.sim.simulate import LATE, walk
+from zerograph.sim.simulate import walk
+from zerograph.sim.tasks import LATE
 
 LEVELS = 4
 """Targets between a plan's peak and the least that its peak can be lowered to."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter, le
 
@@ -12,7 +13,8 @@ from zerograph.planner.profile.regions import Profile
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
-from zerograph.sim.simulate import Memory, Peaks, time_and_peaks
+from zerograph.sim.costs import Memory
+from zerograph.sim.simulate import Peaks, time_and_peaks
 
 FINEST = 128
 """Tiles of a step up to which all operators are looked at in the most tiles there may be."""
@@ -152,3 +154,10 @@ def frontier(found: Iterable[Candidate]) -> list[Candidate]:
         if not any(b.seconds <= seconds and all(map(le, b.peaks[1:], rest)) for b in reversed(best)):
             best.append(candidate)
     return best
+
+
+def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
+    """Bytes that each of :data:`~zerograph.core.machine.TIERS` may hold."""
+    if isinstance(budget, int):
+        return (budget, *(sys.maxsize for _ in TIERS[1:]))
+    return tuple(budget.get(tier, 0) for tier in TIERS)

@@ -15,8 +15,8 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.cpp_builder import CppBuilder
 
-from zerograph.compiler import torch_private
-from zerograph.compiler.kernel_library import joined
+from zerograph.compiler.lowering import torch_private
+from zerograph.compiler.lowering.kernel_library import joined
 
 aten = torch.ops.aten
 X = torch.linspace(0.1, 0.9, 33)

@@ -1,0 +1,131 @@
+"""The arguments of a search that the user fixed, and those with one more fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from zerograph.core.config import DEFAULT_PREFETCH, Config, Recompute, Tile
+from zerograph.core.errors import ConfigError
+from zerograph.core.executable import Executable
+from zerograph.core.machine import Machine, Tier
+from zerograph.core.plan import OFFLOADS, Offload, Overlap, Update
+from zerograph.planner.programs.homes import open_tiers
+
+PREFETCHES = (0, DEFAULT_PREFETCH, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """The arguments that the user fixed; None and "auto" leave the choice to the search.
+
+    Attributes:
+        stage: 0 to 3 fix every bucket's residency; "auto" shards parameters and chooses it per bucket.
+        world_size: ranks to shard over.
+        bucket_size: bytes of gathered parameters per bucket, at most.
+        prefetch: buckets gathered ahead, at most.
+        recompute: as in :class:`~zerograph.core.config.Config`; "auto" chooses per layer.
+        offload: what leaves the device. "none"; "optimizer", "gradients" or "parameters", each with those before it;
+            or "auto", per bucket. Unless it is none, saved activations may leave too, per layer, and parameters larger
+            than a bucket may be tiled.
+        tier: where it goes, "host" or "nvme"; None leaves that open.
+        saved: where what repeated layers save waits for the backward; None leaves that open where something may leave.
+        tile: whether large parameters may be tiled; None as ``offload`` has it.
+        loss: tiles of the loss; "auto" looks at some, None too where ``tile`` does and the plan need not be
+            executable.
+        tokens: tiles of tokens in layers, all of which are then recomputed; "auto" looks at some, None at none.
+        tiling: of which parameters the number of tiles is fixed, as in :class:`~zerograph.core.config.Config`.
+        update: where states on the host are updated; on the device only what the host has can be.
+        overlap: what updates of states off the device run beside, by the optimizer's argument of that name.
+        executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
+    """
+
+    stage: Literal[0, 1, 2, 3, "auto"]
+    world_size: int
+    bucket_size: int | None = None
+    prefetch: int | None = None
+    recompute: Recompute = "auto"
+    offload: Offload | Literal["auto"] = "none"
+    tier: Tier | None = None
+    saved: Tier | None = None
+    tile: bool | None = None
+    loss: int | Literal["auto"] | None = None
+    tokens: int | Literal["auto"] | None = None
+    tiling: Tile = "auto"
+    update: Update = "host"
+    overlap: Overlap = "none"
+    executable: Executable | None = None
+
+    @classmethod
+    def of(cls, config: Config, world_size: int, **fixed: Any) -> Constraints:
+        """The arguments that were given to ``config``; ``fixed`` are further fields, or other values of them."""
+        given = {
+            "bucket_size": config.bucket_size if "bucket_size" in config.given else None,
+            "prefetch": config.prefetch if "prefetch" in config.given else None,
+            "recompute": config.recomputed,
+            "offload": config.offload,
+            "tier": config.tier,
+            "saved": None if config.activations == "auto" else config.saved,
+            "loss": None if config.loss_tiles == "auto" else config.loss_tiles,
+            "tokens": None if config.token_tiles == "auto" else config.token_tiles,
+            "update": config.update,
+            "tile": None if config.tile == "auto" else False,
+            "tiling": config.tile,
+        }
+        return cls(config.stage, world_size, **given | fixed)
+
+    @property
+    def sharding(self) -> int:
+        """The stage that says what is sharded."""
+        return 3 if self.stage == "auto" else self.stage
+
+    @property
+    def tiles(self) -> bool:
+        """Whether tilings are looked at: only what is gathered for each use can be tiled."""
+        wanted = self.offload != "none" if self.tile is None else self.tile
+        return wanted and self.sharding == 3
+
+    @property
+    def activations(self) -> bool:
+        """Whether the search chooses which saved activations leave the device, where something may."""
+        return self.saved is None and (self.executable is None or bool(self.executable.tiers))
+
+    def tiers(self, machine: Machine) -> tuple[Tier, ...]:
+        """Where something may go that leaves the device.
+
+        Raises:
+            ConfigError: offloading was asked for, and the machine has no such tier, or nobody carries it out there.
+        """
+        tier = "host" if self.update == "device" else self.tier
+        found = open_tiers(machine, self.world_size, self.offload, tier)
+        if self.executable is None or self.offload == "none":
+            return found
+        run = tuple(tier for tier in found if tier in self.executable.tiers)
+        if not run:
+            raise ConfigError(
+                f"on {machine.name} nothing can leave the device yet", "offload runs on CPUs, with shards on NVMe"
+            )
+        return run
+
+
+def fixed_once(constraints: Constraints, tiers: Sequence[Tier]) -> Iterator[Constraints]:
+    """``constraints`` with one thing fixed; none where something is."""
+    if (
+        constraints.stage,
+        constraints.prefetch,
+        constraints.recompute,
+        constraints.offload,
+        constraints.tier,
+        constraints.saved,
+    ) == (*("auto", None, "auto", "auto", None, None),):
+        yield from (replace(constraints, prefetch=prefetch) for prefetch in PREFETCHES)
+        yield from (replace(constraints, offload=kind) for kind in OFFLOADS[1:])
+        yield from (replace(constraints, tier=tier) for tier in tiers)
+        yield replace(constraints, recompute="full")
+        yield replace(constraints, stage=3)
+
+
+def same_variants(constraints: Constraints, other: Constraints) -> bool:
+    ours, theirs = ((one.recompute, one.tiles, one.bucket_size, one.saved, one.tokens) for one in (constraints, other))
+    return ours == theirs

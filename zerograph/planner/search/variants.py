@@ -1,0 +1,158 @@
+"""The variants of a step, with its loss and tokens whole or in tiles, and the spaces of their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from typing import NamedTuple
+
+from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH
+from zerograph.core.machine import Machine
+from zerograph.core.plan import Plan, compute_dtype
+from zerograph.core.step import Step, TokenRegion
+from zerograph.planner.profile.liveness import Graph, Mode
+from zerograph.planner.profile.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled, with_loss_tiles
+from zerograph.planner.profile.regions import Profile, profile
+from zerograph.planner.profile.tiling import in_loops, looped, tiles_wanted
+from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, with_token_tiles
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.rules import plan_step, recomputed_layers
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search_space import SearchSpace
+from zerograph.planner.search.selective import stops
+from zerograph.sim.costs import on
+
+MIB = 2**20
+BUCKET_SIZES = (8 * MIB, 16 * MIB, DEFAULT_BUCKET_SIZE, 64 * MIB, 128 * MIB)
+MOST_TILES = 16
+"""Tiles of one parameter, at most: each costs a collective of its own, and the planner a few tasks."""
+ALL_TILES = 1024
+"""Tiles of a step, at most, unless two of each parameter are more: a plan of so many takes the planner 0.1 s."""
+
+
+class Variant(NamedTuple):
+    """A step with its loss whole, or in tiles, each of which reads the parameters of ``head`` whole; and with tokens
+    whole, or with all layers recomputed in tiles of them."""
+
+    profile: Profile
+    loss_tiles: int = 1
+    head: Head | None = None
+    token_tiles: int = 1
+
+
+def variants_of(graph: Graph, constraints: Constraints, machine: Machine) -> list[Variant]:
+    """The step with its loss whole and, where tiles are open, in each number of tiles.
+
+    Each has the levels between nothing and all saved where the search may choose them. Those are of layers, which the
+    tiles of the loss do not touch.
+    """
+    graph = _in_loops(graph, constraints)
+    base: Mode = "none" if constraints.recompute == "none" else "auto"
+    spared = {}
+    if constraints.recompute == "auto" and graph.step.training:
+        spared = stops(graph, Rates(machine, constraints.world_size, compute_dtype(graph.step.params)))
+    # Who runs the plan asks for tiles of the loss, and of tokens, where nothing fits without.
+    looks = constraints.tiles and constraints.executable is None if constraints.loss is None else constraints.loss != 1
+    head = head_of(graph) if looks else None
+    losses = (1, *_loss_tiles(constraints, head)) if head is not None else (1,)
+    if isinstance(constraints.loss, int):
+        losses = losses[-1:]
+    regions = _regions(graph.step, constraints) if constraints.tokens not in (None, 1) else []
+    tokens: tuple[int, ...] = (1,)
+    if regions:
+        tokens = (constraints.tokens,) if isinstance(constraints.tokens, int) else (1, *TOKEN_TILES)
+    found = []
+    for number in tokens:
+        step = by_token(graph.step, regions, number) if number > 1 else graph.step
+        for tiles in losses:
+            here = tiled(step, head, tiles) if head is not None and tiles > 1 else step
+            profiled = profile(graph if here is graph.step else here, base, spared)
+            found.append(Variant(profiled, tiles, head if tiles > 1 else None, number))
+    return found
+
+
+def _loss_tiles(constraints: Constraints, head: Head) -> tuple[int, ...]:
+    if isinstance(constraints.loss, int):
+        return (constraints.loss,)
+    return loss_tiles(head, constraints.bucket_size or DEFAULT_BUCKET_SIZE) if constraints.loss is None else LOSS_TILES
+
+
+def _regions(step: Step, constraints: Constraints) -> list[TokenRegion]:
+    """The regions in tiles of tokens where any is: in layers that are recomputed, with weights that are whole."""
+    layers = recomputed_layers(step, "full" if constraints.recompute == "auto" else constraints.recompute)
+    tiled = tiles_wanted(
+        constraints.tiling, step, constraints.world_size, constraints.bucket_size or DEFAULT_BUCKET_SIZE
+    )
+    return [r for r in step.token_regions if r.layer in layers and tiled.keys().isdisjoint(r.params)]
+
+
+def _in_loops(graph: Graph, constraints: Constraints) -> Graph:
+    """The step with the MLPs in loops whose tiles the user fixed. Where something may leave the device it is not known
+    which of them are, and where tiles are searched they take no more than what is counted for weights in tiles."""
+    if constraints.offload != "none" or not isinstance(constraints.tiling, tuple) or not graph.step.mlps:
+        return graph
+    step, size = graph.step, constraints.bucket_size or DEFAULT_BUCKET_SIZE
+    tiles = tiles_wanted(constraints.tiling, step, constraints.world_size, size)
+    plan = plan_step(
+        step,
+        stage=constraints.sharding,
+        world_size=constraints.world_size,
+        bucket_size=size,
+        prefetch=DEFAULT_PREFETCH,
+        tiles=tiles,
+    )
+    return Graph(looped(step, in_loops(plan, step)))
+
+
+def spaces_of(
+    step: Step,
+    constraints: Constraints,
+    machine: Machine,
+    states: int,
+    moments: int,
+    variant: Variant,
+    known: Sequence[SearchSpace] = (),
+) -> Iterator[SearchSpace]:
+    """One per distinct way to put parameters into buckets; of the same step and machine others may be ``known``."""
+    seen = set()
+    for size in BUCKET_SIZES if constraints.bucket_size is None else (constraints.bucket_size,):
+        plan = plan_step(
+            step,
+            stage=constraints.sharding,
+            world_size=constraints.world_size,
+            bucket_size=size,
+            prefetch=DEFAULT_PREFETCH if constraints.prefetch is None else constraints.prefetch,
+            recompute="full" if variant.token_tiles > 1 and constraints.recompute == "auto" else constraints.recompute,
+            saved=constraints.saved or "device",
+            update=constraints.update,
+            overlap=constraints.overlap,
+            tiles=tiles_wanted(constraints.tiling, step, constraints.world_size, size),
+        )
+        whole: tuple[str, ...] = ()
+        if variant.head is not None:
+            plan, whole = with_loss_tiles(plan, variant.head, variant.loss_tiles), variant.head.params
+        if variant.token_tiles > 1:
+            plan = with_token_tiles(plan, step, variant.token_tiles)
+            whole += tuple(name for region in step.token_regions for name in region.params)
+        # A model smaller than a bucket gets the same buckets for several sizes.
+        if plan not in seen:
+            seen.add(plan)
+            rates = Rates(machine, constraints.world_size, plan.compute_dtype)
+            most = most_tiles(plan, size, whole) if constraints.tiles else ()
+            if step.tilable is not None and constraints.tiles:
+                most = tuple(n if plan.buckets[i].params[0].name in step.tilable else 1 for i, n in enumerate(most))
+            held = on("device", states)
+            params = [bucket.params for bucket in plan.buckets]
+            alike = (s for s in known if s.scheduler.profile is variant.profile)
+            like = next((s for s in alike if [bucket.params for bucket in s.plan.buckets] == params), None)
+            yield SearchSpace(
+                variant.profile, plan, rates, held, moments=moments, most_tiles=most, size=size, like=like
+            )
+
+
+def most_tiles(plan: Plan, size: int, whole: Container[str] = ()) -> tuple[int, ...]:
+    """In how many tiles each bucket may be: 1 unless it is one parameter that is larger than ``size`` when gathered,
+    and none of those that have to be ``whole``."""
+    alone = (b for b in plan.buckets if len(b.params) == 1 and b.params[0].sharded and b.params[0].name not in whole)
+    large = {b.index for b in alone if b.gathered_bytes > size}
+    most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
+    return tuple(min(most, b.params[0].chunk(plan.world_size)) if b.index in large else 1 for b in plan.buckets)

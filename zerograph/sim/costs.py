@@ -1,0 +1,127 @@
+"""What one instruction costs: its seconds on a stream, and the memory that it takes and gives."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from zerograph.core.files.runfile import Measured
+from zerograph.core.instructions import (
+    Collective,
+    Compute,
+    Computing,
+    Free,
+    Gather,
+    Instruction,
+    Move,
+    Timed,
+    View,
+    Wait,
+    WaitGather,
+)
+from zerograph.core.machine import Tier
+from zerograph.core.program import Program, Segment
+from zerograph.core.timeline import Stream
+
+Memory = tuple[tuple[Tier, int], ...]
+"""Bytes per tier."""
+
+
+def on(tier: Tier, size: int) -> Memory:
+    """``size`` bytes on ``tier``."""
+    return ((tier, size),) if size else ()
+
+
+class CostModel(Protocol):
+    """The costs of instructions on a machine."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives run beside compute."""
+
+    @property
+    def uses_buffers_again(self) -> bool:
+        """Whether gathered buckets take turns in the same memory."""
+
+    def seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
+        """The seconds of one instruction, of a program with these segments."""
+
+
+# Numbers and not classes: `walk` is where a search spends its time, on the same instructions over and over.
+COMPUTE, GATHER, REDUCE, MOVE, WAIT, FREE, VIEW = range(7)
+
+
+class Fact(NamedTuple):
+    """The facts about an instruction that :func:`~zerograph.sim.simulate.walk` needs.
+
+    ``takes`` and ``gives`` hold where every register it names has memory of its own.
+    """
+
+    instruction: Instruction
+    role: int
+    stream: Stream
+    seconds: float
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    takes: Memory
+    gives: Memory
+    part: tuple[int, int]  # of a gather, its wait and a free: bucket and tile
+    slot: int | None
+    kept: bool
+    ends: bool
+    replaced: int  # bytes of what dies in it that are free from its start
+
+
+class Costs:
+    """The costs of instructions in seconds and memory; those that were met before are known."""
+
+    def __init__(self, rates: CostModel, measured: Measured | None = None) -> None:
+        self.rates, self.measured = rates, measured
+        self.overlaps, self.uses_buffers_again = rates.overlaps, rates.uses_buffers_again
+        self.known: dict[int, Fact] = {}  # by identity; the fact keeps its instruction alive
+
+    def learn(self, instruction: Instruction, program: Program) -> Fact:
+        """All about ``instruction``, from now on known."""
+        contents, reads, writes = program.contents, instruction.reads, instruction.writes
+        takes: dict[Tier, int] = defaultdict(int)
+        gives: dict[Tier, int] = defaultdict(int)
+        for register in writes if contents else ():
+            # What an instruction writes over, it takes no memory for.
+            if register not in reads:
+                takes[contents[register].tier] += contents[register].bytes
+        for register in instruction.dead if contents else ():
+            gives[contents[register].tier] += contents[register].bytes
+        role, seconds, key, replaced = FREE, 0.0, (-1, 0), 0
+        if isinstance(instruction, Compute):
+            extra = program.segments[instruction.segment].memory.extra()
+            takes["device"] += max(0, extra)
+            gives["device"] += extra
+            replaced = max(0, -extra)
+        if isinstance(instruction, Computing):
+            role = COMPUTE
+        elif isinstance(instruction, View):
+            role = VIEW
+        elif isinstance(instruction, Collective):
+            role = GATHER if isinstance(instruction, Gather) else REDUCE
+        elif isinstance(instruction, Move):
+            role = MOVE
+        elif isinstance(instruction, Wait):
+            role = WAIT
+        if isinstance(instruction, Timed):
+            seconds = self._seconds(instruction, program.segments)
+        if isinstance(instruction, (Gather, WaitGather, Free)):
+            key = (instruction.bucket, instruction.tile)
+        place = instruction.slot if isinstance(instruction, Move) else None
+        fact = Fact(
+            instruction, role, instruction.stream or "compute", seconds, reads, writes,
+            tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),
+            key, place, isinstance(instruction, Free) and instruction.kept,
+            isinstance(instruction, Free) and instruction.ends, replaced,
+        )  # fmt: skip
+        self.known[id(instruction)] = fact
+        return fact
+
+    def _seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
+        known = self.measured.of(instruction, segments) if self.measured is not None else None
+        return self.rates.seconds(instruction, segments) if known is None else known
