@@ -14,20 +14,17 @@ from torch.profiler import record_function
 from zerograph.core.instructions import (
     Accumulate,
     Compute,
-    Fetch,
     Free,
     Gather,
     Instruction,
+    Move,
     Place,
-    Read,
     Reduce,
     Scale,
-    Spill,
     View,
     WaitFetch,
     WaitGather,
     WaitReduce,
-    Write,
 )
 from zerograph.core.plan import ParamTile
 from zerograph.core.program import Program
@@ -243,18 +240,15 @@ class Executor:
         if instruction.ends:
             self.comm.trim()  # it would wait for the next forward
 
-    def _read(self, instruction: Read | Fetch, registers: list[Any]) -> None:
-        whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
-        shards = [registers[r] for r in instruction.reads]
-        registers[instruction.writes[0]] = None if whole else self.store.start_read(instruction.params, shards)
-
-    def _fetch(self, instruction: Fetch, registers: list[Any]) -> None:
+    def _fetch(self, instruction: Move, registers: list[Any]) -> None:
         (out,) = instruction.writes
         if instruction.staged:  # on its way from NVMe
             registers[out] = registers[instruction.reads[0]]
         else:
-            self._read(instruction, registers)
-        if registers[out] is not None:
+            whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
+            shards = [registers[r] for r in instruction.reads]
+            registers[out] = None if whole else self.store.start_read(instruction.params, shards)
+        if instruction.target == "device" and registers[out] is not None:
             registers[out] = self.store.copy_up(registers[out])
 
     def _wait_fetch(self, instruction: WaitFetch, registers: list[Any]) -> None:
@@ -267,20 +261,20 @@ class Executor:
         for register, tensor in zip(instruction.outs, found, strict=True):
             registers[register] = tensor
 
-    def _spill_saved(self, instruction: Write | Spill, registers: list[Any]) -> None:
-        away = self.store.saved.spill([registers[r] for r in instruction.reads], instruction.moves[1])
+    def _spill_saved(self, instruction: Move, registers: list[Any]) -> None:
+        away = self.store.saved.spill([registers[r] for r in instruction.reads], instruction.target)
         for register, tensor in zip(instruction.writes, away, strict=True):
             registers[register] = tensor
 
-    def _fetch_saved(self, instruction: Read | Fetch, registers: list[Any]) -> None:
+    def _fetch_saved(self, instruction: Move, registers: list[Any]) -> None:
         (out,) = instruction.writes
         if instruction.staged:  # on its way from NVMe
             registers[out] = self.store.saved.copy_up(registers[instruction.reads[0]])
         else:
             away = [registers[r] for r in instruction.reads]
-            registers[out] = self.store.saved.fetch(away, instruction.moves[0])
+            registers[out] = self.store.saved.fetch(away, instruction.source)
 
-    def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
+    def _spill(self, instruction: Move, registers: list[Any]) -> None:
         there: list[Tensor | None] = [registers[r] for r in instruction.reads[: len(instruction.params)]]
         first = instruction.params[0]
         if isinstance(first, ParamTile) and not instruction.staged:
@@ -289,7 +283,7 @@ class Executor:
             there = (self.store.stage if instruction.staged else self.store.spill)(instruction.params, there)
         # What no_sync holds back is whole, and here; autograd gets marks in its place.
         if not self.accumulation.active and instruction.complete:
-            if isinstance(instruction, Spill):
+            if instruction.target == "host":
                 there = self.early.take(instruction.bucket, instruction.params, there, self.store.arrival())
             else:
                 self.early.wait(LEAVING)
@@ -297,7 +291,7 @@ class Executor:
             registers[register] = tensor
 
     def _with_tile(
-        self, instruction: Write | Spill, tile: ParamTile, grad: Tensor | None, registers: list[Any]
+        self, instruction: Move, tile: ParamTile, grad: Tensor | None, registers: list[Any]
     ) -> Tensor | None:
         """The tensor for autograd in place of a gradient, as one more of its tiles moves."""
         into: Tensor | None = None if tile.begin == 0 else registers[instruction.writes[0]]
@@ -345,18 +339,14 @@ _METHODS: dict[type, str] = {
     Free: "_free",
     Reduce: "_reduce",
     WaitReduce: "_wait_reduce",
-    Read: "_read",
-    Fetch: "_fetch",
     WaitFetch: "_wait_fetch",
-    Write: "_spill",
-    Spill: "_spill",
 }
 
 
 def _method(instruction: Instruction) -> str:
     """The name of the executor's method that runs it."""
-    if isinstance(instruction, Read | Fetch | Write | Spill) and instruction.what == "activations":
-        return "_spill_saved" if isinstance(instruction, Write | Spill) else "_fetch_saved"
+    if isinstance(instruction, Move):
+        return ("_fetch" if instruction.rises else "_spill") + "_saved" * (instruction.what == "activations")
     return _METHODS[type(instruction)]
 
 

@@ -10,6 +10,7 @@ import harness
 import pytest
 from numerics.test_tiles import Net, made
 
+from zerograph.core.instructions import Move
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import ParamTile
 
@@ -17,12 +18,13 @@ SPLIT = replace(machine_named("cpu"), split=True)
 
 
 def _instructions(**options: Any) -> dict[str, list[Any]]:
-    """By class those of a step of :class:`Net` on one of two ranks."""
+    """By class, and moves by operation, those of a step of :class:`Net` on one of two ranks."""
     found: dict[str, list[Any]] = {}
     frame = harness.dry_run(2, made, Net, bucket_size=4, **options).frame
     for program in frame.programs.values():
         for each in program.instructions:
-            found.setdefault(f"{program.kind} {type(each).__name__}", []).append(each)
+            kind = each.operation if isinstance(each, Move) else type(each).__name__
+            found.setdefault(f"{program.kind} {kind}", []).append(each)
     return found
 
 
@@ -44,18 +46,18 @@ def test_moves_say_where_their_home_is_and_which_is_the_last(tier: str, tmp_path
     away: dict[str, Any] = {"path": str(tmp_path)} if tier == "nvme" else {}
     found = _instructions(stage=3, offload="parameters", tier=tier, machine=SPLIT, **away)
     assert all(each.fetched for each in found["forward Gather"] + found["backward Gather"])
-    fetches, spills = found["forward Fetch"] + found["backward Fetch"], found["backward Spill"]
+    fetches, spills = found["forward fetch"] + found["backward fetch"], found["backward spill"]
     assert all(each.home == tier and each.staged == (tier == "nvme") for each in fetches + spills)
     assert all(each.leaves and not each.updatable for each in found["backward WaitReduce"])
     assert all(each.complete for each in spills)
-    for each in found.get("forward Read", []) + found.get("backward Write", []):
+    for each in found.get("forward read", []) + found.get("backward write", []):
         assert each.home == "nvme" and not each.staged
-    assert ("backward Write" in found) == (tier == "nvme")
+    assert ("backward write" in found) == (tier == "nvme")
 
 
 def test_of_tiles_the_last_completes_a_gradient() -> None:
     found = _instructions(stage=3, offload="parameters", tier="host", machine=SPLIT, tile=3)
-    spills = [each for each in found["backward Spill"] if isinstance(each.params[0], ParamTile)]
+    spills = [each for each in found["backward spill"] if isinstance(each.params[0], ParamTile)]
     by_gradient = {each.writes: [other for other in spills if other.writes == each.writes] for each in spills}
     assert by_gradient and any(len(tiles) > 1 for tiles in by_gradient.values())
     for tiles in by_gradient.values():

@@ -15,21 +15,18 @@ from zerograph.core.instructions import (
     Accumulate,
     Collective,
     Compute,
-    Fetch,
     Free,
     Gather,
     Instruction,
+    Move,
     Place,
-    Read,
     Reduce,
     Scale,
-    Spill,
     Update,
     View,
     WaitFetch,
     WaitGather,
     WaitReduce,
-    Write,
 )
 from zerograph.core.machine import Tier
 from zerograph.core.plan import ParamTile, Residency
@@ -167,7 +164,7 @@ class Program:
                 return "optimizer update"
             case View():
                 return "view"
-            case Spill() | Fetch() | Write() | Read():
+            case Move():
                 return f"{instruction.operation} {instruction.what} of {instruction.label}"
             case _:
                 return f"{instruction.operation} {self.label(instruction)}"

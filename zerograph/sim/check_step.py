@@ -9,22 +9,18 @@ from dataclasses import dataclass
 from zerograph.core.instructions import (
     Compute,
     DeviceUpdate,
-    Fetch,
     Free,
     Gather,
     HostUpdate,
     Instruction,
     Move,
-    Read,
     Reduce,
-    Spill,
     Update,
     View,
     Wait,
     WaitFetch,
     WaitGather,
     WaitReduce,
-    Write,
 )
 from zerograph.core.placement import updated_late
 from zerograph.core.plan import Bucket, Homes, Plan
@@ -153,7 +149,7 @@ def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
                 updated.update(buckets)
             case Gather() | Reduce() | WaitReduce() if program.kind == "backward" and each.bucket in updated:
                 text = "works for what is updated already"
-            case Fetch(what="parameters") if plan.overlap == "delayed" and program.kind != "update":
+            case Move(what="parameters") if plan.overlap == "delayed" and program.kind != "update":
                 text = "changes a copy while programs compute with it"
             case _:
                 pass
@@ -166,9 +162,9 @@ def _unawaited(forward: Program) -> Iterator[Wrong]:
     ends, seen = dict[int, list[Instruction]](), set[Part]()
     for place, each in enumerate(forward.instructions):
         match each:
-            case HostUpdate() | Write(what="states") | Fetch(what="parameters"):
+            case HostUpdate() | Move(what="states", rises=False) | Move(what="parameters"):
                 ends.setdefault(each.bucket, []).append(each)
-            case Gather() | Fetch(what="shard") | Read(what="shard") if (each.bucket, each.tile) not in seen:
+            case Gather() | Move(what="shard") if (each.bucket, each.tile) not in seen:
                 seen.add((each.bucket, each.tile))
                 for end in ends.get(each.bucket, ()):
                     if set(each.reads).isdisjoint(end.writes):
@@ -216,14 +212,14 @@ class _Wanted:
     def __init__(self, programs: Sequence[Program], plan: Plan) -> None:
         self.buckets, self.tier_of = plan.buckets, dict(plan.offload)
         self.homes = list(map(plan.homes_of, plan.buckets))
-        reads = (each for *_, each in _each(programs) if isinstance(each, Read))
-        self.read = {each.bucket for each in reads if each.what == "states"}
+        moves = (each for *_, each in _each(programs) if isinstance(each, Move) and each.what == "states")
+        self.read = {each.bucket for each in moves if each.source == "nvme"}
 
     def of(self, program: Program, each: Instruction) -> Iterator[tuple[tuple[str, ...], str]]:
         """Operations, one of which has written something that ``each`` reads, and what they moved."""
-        if isinstance(each, Fetch | Read) and each.what == "activations" and each.label in self.tier_of:
-            away = self.tier_of[each.label] == "nvme"
-            yield ("read" if isinstance(each, Fetch) and away else "write" if away else "spill",), "activations"
+        if isinstance(each, Move) and each.what == "activations" and each.rises and each.label in self.tier_of:
+            on_disk = self.tier_of[each.label] == "nvme"
+            yield ("read" if each.source == "host" and on_disk else "write" if on_disk else "spill",), "activations"
         if not 0 <= (index := getattr(each, "bucket", -1)) < len(self.buckets):
             return
         bucket, homes = self.buckets[index], self.homes[index]
@@ -231,11 +227,11 @@ class _Wanted:
             # A CPU has no host tier of its own: NVMe is read straight to where it is used.
             case Gather() if homes.parameters != "device":
                 yield ("fetch", "read"), "shard"
-            case Fetch(what="shard") if homes.parameters == "nvme":
+            case Move(what="shard", source="host") if homes.parameters == "nvme":
                 yield ("read",), "shard"
-            case Fetch(what="states"):
+            case Move(what="states", source="host", target="device"):
                 yield ("spill",), "gradient"
-            case Read(what="states") if homes.spilled == "nvme":
+            case Move(what="states", source="nvme") if homes.spilled == "nvme":
                 yield ("write",), "gradient"
             case DeviceUpdate():
                 yield ("fetch",), "states"
@@ -243,7 +239,7 @@ class _Wanted:
                 # Slots are on the host where that has another memory than the device.
                 staged = each.slot is not None and program.contents[each.slot].tier == "host"
                 yield from self._of_update(bucket, homes, staged)
-            case Spill(what="states") | Write(what="states") | Fetch(what="parameters"):
+            case Move(what="states", rises=False) | Move(what="parameters"):
                 yield ("update",), "states"
             case _:
                 pass
@@ -276,7 +272,7 @@ def _use(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
                 begun[part] = program, place
             case WaitGather():
                 begun.pop((each.bucket, each.tile), None)
-            case Fetch(what="activations") | Read(what="activations"):
+            case Move(what="activations", rises=True):
                 if program.contents[each.writes[0]].tier == "device":
                     begun[each.writes[0]] = program, place
             case WaitFetch():

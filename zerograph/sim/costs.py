@@ -14,7 +14,7 @@ from zerograph.core.instructions import (
     Free,
     Gather,
     Instruction,
-    Move,
+    OffDevice,
     Timed,
     View,
     Wait,
@@ -104,7 +104,7 @@ class Costs:
             role = VIEW
         elif isinstance(instruction, Collective):
             role = GATHER if isinstance(instruction, Gather) else REDUCE
-        elif isinstance(instruction, Move):
+        elif isinstance(instruction, OffDevice):
             role = MOVE
         elif isinstance(instruction, Wait):
             role = WAIT
@@ -112,7 +112,7 @@ class Costs:
             seconds = self._seconds(instruction, program.segments)
         if isinstance(instruction, (Gather, WaitGather, Free)):
             key = (instruction.bucket, instruction.tile)
-        place = instruction.slot if isinstance(instruction, Move) else None
+        place = instruction.slot if isinstance(instruction, OffDevice) else None
         fact = Fact(
             instruction, role, instruction.stream or "compute", seconds, reads, writes,
             tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),

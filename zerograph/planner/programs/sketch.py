@@ -24,17 +24,14 @@ from typing import TypeVar
 
 from zerograph.core.instructions import (
     Compute,
-    Fetch,
     Free,
     Gather,
     Instruction,
-    Read,
+    Move,
     Reduce,
-    Spill,
     WaitFetch,
     WaitGather,
     WaitReduce,
-    Write,
 )
 from zerograph.core.machine import Tier
 from zerograph.core.placement import updated_late
@@ -586,14 +583,14 @@ def _fetched(
 ) -> list[Instruction]:  # fmt: skip
     """Copy ``size`` bytes from ``tier`` into registers on the device."""
     if tier != "nvme":
-        return [Fetch(what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
+        return [Move("host", "device", what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
     if scheduler.rates.staging == "device":
-        return [Read(what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
+        return [Move("nvme", "host", what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
     kind: Kind = "activation" if what == "activations" else "param"
     staged = (scheduler.registers.get(("staged", writes), f"{what} of {label}", size, kind, "host"),)
     return [
-        Read(what, label, module, size, reads, staged, dead, bucket, tile, home=tier),
-        Fetch(what, label, module, size, staged, writes, staged, bucket, tile, home=tier),
+        Move("nvme", "host", what, label, module, size, reads, staged, dead, bucket, tile, home=tier),
+        Move("host", "device", what, label, module, size, staged, writes, staged, bucket, tile, home=tier),
     ]
 
 
@@ -608,16 +605,21 @@ def _down(
     module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
     kind, staged, moves = contents[away[0]].kind, here, list[Instruction]()
     if tier != "nvme":
-        return [Spill(what, label, module, size, here + there, away, here, bucket, tile, home=tier)]
+        return [Move("device", "host", what, label, module, size, here + there, away, here, bucket, tile, home=tier)]
     if scheduler.rates.staging != "device":
         staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
-        moves.append(Spill(what, label, module, size, here, staged, here, bucket, tile, slot, home=tier))
+        moves.append(
+            Move("device", "host", what, label, module, size, here, staged, here, bucket, tile, slot, home=tier)
+        )
     if there:
         # They are added up in the staging buffer, or where the reduced gradient is.
         back = (scheduler.registers.get(("added", away), f"earlier {what} of {label}", 0, kind),)
-        moves.append(Read(what, label, module, size, staged + there, back, (), bucket, tile, home=tier))
+        moves.append(Move("nvme", "host", what, label, module, size, staged + there, back, (), bucket, tile, home=tier))
         staged += back
-    return [*moves, Write(what, label, module, size, staged + there, away, staged, bucket, tile, slot, home=tier)]
+    return [
+        *moves,
+        Move("host", "nvme", what, label, module, size, staged + there, away, staged, bucket, tile, slot, home=tier),
+    ]
 
 
 def _reduce(
