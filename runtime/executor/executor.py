@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from zerograph.core.instructions import (
     Accumulate,
+    BeginUpdate,
     Compute,
     Free,
     Gather,
@@ -89,11 +90,8 @@ class Executor:
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.name = f"{program.kind} of {runtime.code}"
         self.names = {p.name for i in program.instructions if isinstance(i, Gather | Reduce) for p in i.params}
-        reduced = {i.bucket for i in program.instructions if isinstance(i, Reduce)}
-        last = {getattr(i, "bucket", None): i for i in program.instructions}
-        self.last = {id(last[bucket]) for bucket in reduced}
         # Looked up once, not for every instruction of every step.
-        self.instructions = [(i, self._method(i), i.dead) for i in program.instructions]
+        self.instructions = [(i, getattr(self, _method(i)), i.dead) for i in program.instructions]
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program once: on all ranks to its end, or on none (:mod:`zerograph.runtime.comm.rendezvous`)."""
@@ -164,13 +162,7 @@ class Executor:
 
         return marked
 
-    def _method(self, instruction: Instruction) -> Callable[..., None]:
-        run: Callable[..., None] = getattr(self, _method(instruction))
-        return partial(self._update_after, run) if id(instruction) in self.last else run
-
-    def _update_after(self, run: Callable[..., None], instruction: Reduce, registers: list[Any]) -> None:
-        """``run``, of the last instruction of a bucket, which may then be updated."""
-        run(instruction, registers)
+    def _begin_update(self, instruction: BeginUpdate, registers: list[Any]) -> None:
         self.early.start(instruction.bucket)
 
     def _compute(self, instruction: Compute, registers: list[Any]) -> None:
@@ -340,6 +332,7 @@ _METHODS: dict[type, str] = {
     Reduce: "_reduce",
     WaitReduce: "_wait_reduce",
     WaitFetch: "_wait_fetch",
+    BeginUpdate: "_begin_update",
 }
 
 

@@ -10,7 +10,7 @@ import harness
 import pytest
 from numerics.test_tiles import Net, made
 
-from zerograph.core.instructions import Move
+from zerograph.core.instructions import BeginUpdate, Move, Reduce
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import ParamTile
 
@@ -39,6 +39,17 @@ def test_buckets_say_how_long_they_stay_whole() -> None:
     assert all(each.kept for each in step["forward WaitGather"] + step["backward WaitGather"])
     for wait in use["backward WaitReduce"]:
         assert wait.updatable == tuple(range(len(wait.outs))) and not wait.leaves
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_updates_begin_behind_the_last_instruction_of_their_bucket(stage: int) -> None:
+    backward = harness.dry_run(2, made, Net, bucket_size=4, stage=stage).frame.programs["backward"].instructions
+    reduced = {each.bucket for each in backward if isinstance(each, Reduce)}
+    begins = {each.bucket: place for place, each in enumerate(backward) if isinstance(each, BeginUpdate)}
+    assert begins.keys() == reduced and len(reduced) > 1
+    for bucket, place in begins.items():
+        last = max(at for at, each in enumerate(backward) if getattr(each, "bucket", -1) == bucket)
+        assert last == place and getattr(backward[place - 1], "bucket", -1) == bucket
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])

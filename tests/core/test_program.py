@@ -13,6 +13,7 @@ import pytest
 from zerograph.core.instructions import (
     LINKS,
     Accumulate,
+    BeginUpdate,
     Collective,
     Compute,
     DeviceUpdate,
@@ -56,7 +57,7 @@ FORWARD = (
 )
 EACH: tuple[Instruction, ...] = (
     *FORWARD, Reduce(0, (W, V), (1, 2), 3), WaitReduce(3, (4, 5), bucket=0), Update((0,), (64,), reads=(4, 5)),
-    *(moving(*link) for link in LINKS), *UPDATES, WaitFetch(2),
+    *(moving(*link) for link in LINKS), *UPDATES, WaitFetch(2), BeginUpdate(0),
     View(0, 2, 0, 1, 3), Place((2,), 3, True, shape=(4, 2)), Accumulate((1, 2), 3, False),
     Scale(1, 2, 3),
 )  # fmt: skip

@@ -273,6 +273,23 @@ class Free(_Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class BeginUpdate(_Instruction):
+    """Nothing of this backward works for the bucket any more: an optimizer that updates inside of it begins here."""
+
+    operation = "update"
+    bucket: int
+    dead: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
 class Update(_Instruction):
     """The optimizer's pass over what lives on the device; ``sizes`` are the bytes it reads and writes, by parameter."""
 
@@ -400,4 +417,4 @@ Computing = Compute | Update | TileEnd | Scale
 """Instructions that compute, and belong to no bucket."""
 Timed = Computing | Collective | OffDevice
 """Instructions that occupy a stream."""
-Instruction = Timed | Wait | Free | View
+Instruction = Timed | Wait | Free | View | BeginUpdate

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerograph.core.instructions import (
+    BeginUpdate,
     Compute,
     DeviceUpdate,
     Free,
@@ -147,6 +148,8 @@ def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
                 updated |= {bucket} if program.kind == "backward" else set()
             case Update(buckets=buckets) if program.kind == "backward":
                 updated.update(buckets)
+            case BeginUpdate(bucket=bucket):
+                updated.add(bucket)
             case Gather() | Reduce() | WaitReduce() if program.kind == "backward" and each.bucket in updated:
                 text = "works for what is updated already"
             case Move(what="parameters") if plan.overlap == "delayed" and program.kind != "update":

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from zerograph.core.files.runfile import Measured
 from zerograph.core.instructions import (
+    BeginUpdate,
     Collective,
     Compute,
     Computing,
@@ -49,7 +50,7 @@ class CostModel(Protocol):
 
 
 # Numbers and not classes: `walk` is where a search spends its time, on the same instructions over and over.
-COMPUTE, GATHER, REDUCE, MOVE, WAIT, FREE, VIEW = range(7)
+COMPUTE, GATHER, REDUCE, MOVE, WAIT, FREE, VIEW, MARK = range(8)
 
 
 class Fact(NamedTuple):
@@ -102,6 +103,8 @@ class Costs:
             role = COMPUTE
         elif isinstance(instruction, View):
             role = VIEW
+        elif isinstance(instruction, BeginUpdate):
+            role = MARK
         elif isinstance(instruction, Collective):
             role = GATHER if isinstance(instruction, Gather) else REDUCE
         elif isinstance(instruction, OffDevice):

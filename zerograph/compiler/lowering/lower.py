@@ -19,6 +19,7 @@ from zerograph.compiler.lowering.segment_graph import Body, body_of
 from zerograph.compiler.lowering.segments import Callee, SegmentCache, interpret
 from zerograph.core.instructions import (
     Accumulate,
+    BeginUpdate,
     Compute,
     Free,
     Gather,
@@ -140,7 +141,7 @@ class _Lowering:
             kind=self.kind,
             inputs=len(placeholders),
             registers=len(self.registers),
-            instructions=_with_deaths(_with_moves(self.instructions), outputs),
+            instructions=_with_deaths(_with_updates(_with_moves(self.instructions)), outputs),
             outputs=outputs,
             segments=tuple(self.described),
             contents=self._contents(),
@@ -509,6 +510,17 @@ def _with_moves(instructions: Sequence[Instruction]) -> list[Instruction]:
             case _:
                 pass
         found.append(each)
+    return found
+
+
+def _with_updates(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Let an update of each bucket that is reduced begin behind the last instruction that works for it."""
+    reduced = {i.bucket for i in instructions if isinstance(i, Reduce)}
+    last = {getattr(each, "bucket", -1): place for place, each in enumerate(instructions)}
+    begins = {last[bucket]: BeginUpdate(bucket) for bucket in reduced}
+    found: list[Instruction] = []
+    for place, each in enumerate(instructions):
+        found += [each, begins[place]] if place in begins else [each]
     return found
 
 
