@@ -121,7 +121,7 @@ class Backend:
         away = room_for(frame.programs["forward"])
         self._waiting[frame.code] = max(away, self._waiting.get(frame.code, 0))
         self._store.settle(frame.plan, MOMENTS, moved, rest, sum(self._waiting.values()))
-        self._store.know_gathers(frame.programs["forward"])
+        self._store.fetches.know_gathers(frame.programs["forward"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
@@ -152,7 +152,7 @@ class Backend:
         """These are the ranks to compile for."""
         split = self.config.machine is not None and self.config.machine.split
         if split or ranks.host is not None:
-            self._store.host = HostShards(self._adoption.params, ranks.host or SimulatedHost())
+            self._store.locations.host = HostShards(self._adoption.params, ranks.host or SimulatedHost())
         self._compile_for(ranks, self.config)
 
     def _compile_for(self, ranks: Ranks, config: Config) -> None:
@@ -186,7 +186,7 @@ class Backend:
         )
 
     def _open_arena(self, size: int) -> Arena | None:
-        held = sum(arena.size for arena in {self._store.arena, *self._store.saved.arenas} if arena is not None)
+        held = sum(arena.size for arena in {self._store.room.opened, *self._store.saved.arenas} if arena is not None)
         left = self._planner.room - held
         if self.config.nvme:  # all at once
             return None if held else Arena(self.config.path, self.config.nvme)
@@ -210,7 +210,7 @@ class Backend:
         Needed only with masters on NVMe or the host, whose copies are gathered; elsewhere parameters have no copies.
         """
         delayed.settle(self._adoption.params.values())
-        self._store.touched(self._adoption.params.values())
+        self._store.copies.touched(self._adoption.params.values())
 
     def _reads(self, ranks: Ranks) -> UncompiledReads | None:
         """How code that is not compiled reads parameters; None on a lone rank."""
@@ -331,7 +331,7 @@ class Backend:
             runs=dict(self._telemetry.runs),
             peak_whole_buckets=self._telemetry.peak_whole,
             on_nvme=self._store.bytes(),
-            slots=self._store.slots,
+            slots=self._store.slots.bytes,
             on_host=self._store.on_host(),
             token_tiles={
                 f.index: TokenTiles(f.plan.loss_tiles, f.plan.token_tiles, len(f.plan.token_regions)) for f in frames
@@ -518,7 +518,7 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
     homes = owner._planner.homes_before()
     leaves = homes.parameters == "nvme"
     if leaves:
-        owner._store.forget_early()
+        owner._store.early.forget()
         owner._store.reserve({}, homes, owner.config.casts, MOMENTS, early=True)
     return fill(model, owner._adoption, init, given, owner._store if leaves else None)
 

@@ -215,7 +215,7 @@ def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], s
         storage = tensor.untyped_storage()
         # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values()) + store.slots + store.fetched
+    return sum(storages.values()) + store.slots.bytes + store.fetches.bytes
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:

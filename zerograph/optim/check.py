@@ -78,7 +78,7 @@ class OptimizerCheck:
             if live is not None and live._holds_own(optimizer):
                 live._telemetry.updated()
                 if not isinstance(optimizer, HostOptimizer):
-                    live._store.touched(_params_of(optimizer))
+                    live._store.copies.touched(_params_of(optimizer))
 
         def failed_step(optimizer: Optimizer, error: BaseException) -> None:
             live = check()
@@ -140,18 +140,18 @@ class OptimizerCheck:
     def _bring_states_home(self, optimizer: Optimizer) -> None:
         """Let ``optimizer`` keep states where the backend says."""
         if not isinstance(optimizer, HostOptimizer):
-            if self._store.arena is not None:
+            if self._store.room.opened is not None:
                 make_states(optimizer, self._store)
             return
         known, mine = optimizer.store, self._store
-        if known is not None and known is not mine and mine.arena is not None:
+        if known is not None and known is not mine and mine.room.opened is not None:
             own = {id(p) for p in _params_of(optimizer)}
-            if own & (known.places().keys() - mine.places().keys()):
+            if own & (known.locations.places().keys() - mine.locations.places().keys()):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} holds parameters of two backends that keep states on NVMe",
                     "make an optimizer for each model",
                 )
-        if known is None or mine.arena is not None or mine.host is not None:
+        if known is None or mine.room.opened is not None or mine.locations.host is not None:
             optimizer.store = mine
 
     def _failed(self, optimizer: Optimizer, error: BaseException) -> None:
