@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerograph.core.errors import ShardingError, UnsupportedError, ZeroGraphError
+from zerograph.core.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.optim.algorithms.stock import make_states
 from zerograph.optim.clip import is_split
 from zerograph.optim.host import HostOptimizer
@@ -126,8 +126,12 @@ class OptimizerCheck:
                     "let go of it (del optimizer; gc.collect()) before the backward, and load a checkpoint",
                 )
 
-    def overlapping(self) -> list[EarlySteps]:
-        """The optimizers that update parameters of the backend inside of backwards, looked at as before a step."""
+    def overlapping(self, why_whole: str = "") -> list[EarlySteps]:
+        """The optimizers that update parameters of the backend inside of backwards, looked at as before a step.
+
+        Raises:
+            ConfigError: there are some, and ``why_whole`` says where parameters are read until a backward ends.
+        """
         found = []
         for early in overlapping():
             optimizer = early.optimizer
@@ -135,6 +139,11 @@ class OptimizerCheck:
                 self._look_at(optimizer)
                 self._bring_states_home(optimizer)
                 found.append(early)
+        if found and why_whole:
+            raise ConfigError(
+                f"{found[0]}(overlap=True) {why_whole}, where parameters are read until a backward ends",
+                "leave overlap out there; it needs stage 1, 2 or 3 on several processes, or offload=",
+            )
         return found
 
     def _bring_states_home(self, optimizer: Optimizer) -> None:
