@@ -44,7 +44,7 @@ def main() -> None:
     optimizer.store = store  # as a backend sets it
     optimizer.step()  # makes the states
     (stream,), moved = optimizer._streams.values(), sum(store.bytes().values()) * 2
-    arena = store.arena
+    arena = store.room.arena
     assert arena is not None
     updates, bare = [], []
     for number in range(args.rounds):

@@ -155,7 +155,7 @@ class TracedOnce:
         self, key: Any, params: Mapping[str, nn.Parameter], given: Sequence[Tensor]
     ) -> tuple[Graph, dict[str, Executor]]:
         backend = self.backend
-        with backend._together("model"):
+        with backend._adoption.compiling("model"):
             if key not in self._graphs:
                 trains = torch.is_grad_enabled()  # as it is inside of an inference mode, and not when that is left
                 with torch.inference_mode(False), torch.set_grad_enabled(trains):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,22 +13,19 @@ from torch import fx, nn
 
 from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
-from zerograph.compiler.frame import Frame, traced_function
+from zerograph.compiler.frame import Frame, last_frame, traced_function
 from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
 from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.compiler.recording import Recording
-from zerograph.compiler.report import BucketReport, Report, TokenTiles
+from zerograph.compiler.report import Report
 from zerograph.compiler.room import memory_here
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.arguments import require, require_kind
 from zerograph.core.config import Config
-from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
+from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
-from zerograph.optim.overlap import EarlySteps
-from zerograph.planner.profile.loss import why_whole
-from zerograph.planner.profile.tiling import apart
 from zerograph.runtime import delayed
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.executor.accumulation import GradientAccumulation
@@ -75,12 +71,14 @@ class Backend:
             lambda: self._adoption.skipped(self),
             self._accumulation,
             self._telemetry,
-            self._communicator,
+            lambda: self._adoption.communicator,
             self._store,
             self._steps,
-            self._complete_gradients,
+            self._adoption.complete_gradients,
         )
-        self._early = EarlyUpdates(self._adoption.params, self._overlapping)
+        self._early = EarlyUpdates(
+            self._adoption.params, lambda: self._optimizers.overlapping(self._adoption.why_whole)
+        )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding, offload="none", activations="keep")
         self._compile_for(Ranks(torch.device("cpu")), alone)
@@ -88,11 +86,6 @@ class Backend:
         self._given: object = self  # what torch.compile has for the backend: this one, or the function that made it
         self._breaks_before = graph_breaks()
         before_traces(_adopt_early)
-
-    def _communicator(self) -> Communicator | None:
-        """How the ranks communicate that the model is sharded over; None before, and where there is one rank."""
-        ranks = self._adoption.ranks
-        return ranks.communicator if ranks is not None else None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Dynamo's entry: adopt the model on its first call, then compile the frame."""
@@ -102,7 +95,7 @@ class Backend:
                 return gm  # inside zerograph.gathered: plain parameters, on this rank alone
             frame = Frame(self._compilation, len(self._frames), traced_function())
             self._frames.append(frame)
-            with self._together(frame.code):
+            with self._adoption.compiling(frame.code):
                 compiled = compile_frame(frame, gm, example_inputs, self._planner)
                 late = self._adoption.late(frame.plan) if "backward" in frame.programs else {}
                 if "backward" in frame.programs and not late:
@@ -121,7 +114,7 @@ class Backend:
         away = room_for(frame.programs["forward"])
         self._waiting[frame.code] = max(away, self._waiting.get(frame.code, 0))
         self._store.settle(frame.plan, MOMENTS, moved, rest, sum(self._waiting.values()))
-        self._store.know_gathers(frame.programs["forward"])
+        self._store.fetches.know_gathers(frame.programs["forward"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
@@ -129,20 +122,7 @@ class Backend:
 
     def _connect(self, device: torch.device) -> Ranks:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
-        away = self.config.away
-        split = self.config.machine is not None and self.config.machine.split
-        if "nvme" in away and device.type != "cpu":
-            raise UnsupportedError(
-                f"a model on {device.type} cannot keep anything on NVMe yet", 'tier="host", or a CPU'
-            )
-        given = self.config.plan.plan if self.config.plan is not None else None
-        if "device" in (self.config.update, given.update if given is not None else "host") and device.type != "cpu":
-            raise UnsupportedError(f"states on the host cannot be updated on {device.type} yet", 'update="host"')
-        if "host" in away and device.type == "cpu" and not split:
-            raise ConfigError(
-                "the memory of a CPU's host is its device's: nothing would leave it",
-                'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
-            )
+        self.config.refuse_device(device.type)
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
         self._connected(ranks)
@@ -150,9 +130,8 @@ class Backend:
 
     def _connected(self, ranks: Ranks) -> None:
         """These are the ranks to compile for."""
-        split = self.config.machine is not None and self.config.machine.split
-        if split or ranks.host is not None:
-            self._store.host = HostShards(self._adoption.params, ranks.host or SimulatedHost())
+        if self.config.split or ranks.host is not None:
+            self._store.locations.host = HostShards(self._adoption.params, ranks.host or SimulatedHost())
         self._compile_for(ranks, self.config)
 
     def _compile_for(self, ranks: Ranks, config: Config) -> None:
@@ -186,23 +165,11 @@ class Backend:
         )
 
     def _open_arena(self, size: int) -> Arena | None:
-        held = sum(arena.size for arena in {self._store.arena, *self._store.saved.arenas} if arena is not None)
+        held = sum(arena.size for arena in {self._store.room.opened, *self._store.saved.arenas} if arena is not None)
         left = self._planner.room - held
         if self.config.nvme:  # all at once
             return None if held else Arena(self.config.path, self.config.nvme)
         return Arena(self.config.path, min(size, left)) if left > 0 else None
-
-    def _overlapping(self) -> list[EarlySteps]:
-        """Optimizers that update the model inside of its backwards."""
-        found, ranks = self._optimizers.overlapping(), self._adoption.ranks
-        alone = ranks is not None and ranks.mesh is None and not self.config.offloads
-        if found and (alone or self.config.sharding == 0):
-            where = "on one process that offloads nothing" if alone else "at stage 0"
-            raise ConfigError(
-                f"{found[0]}(overlap=True) {where}, where parameters are read until a backward ends",
-                "leave overlap out there; it needs stage 1, 2 or 3 on several processes, or offload=",
-            )
-        return found
 
     def refresh(self) -> None:
         """Gather parameters anew, after a change that no version counter shows (``.data``, ``torch._foreach_mul_``).
@@ -210,43 +177,23 @@ class Backend:
         Needed only with masters on NVMe or the host, whose copies are gathered; elsewhere parameters have no copies.
         """
         delayed.settle(self._adoption.params.values())
-        self._store.touched(self._adoption.params.values())
+        self._store.copies.touched(self._adoption.params.values())
 
-    def _reads(self, ranks: Ranks) -> UncompiledReads | None:
-        """How code that is not compiled reads parameters; None on a lone rank."""
-        if ranks.communicator is None or ranks.mesh is None:
-            return None
-        return UncompiledReads(
-            ranks.communicator, self._adoption.known, self._steps, self._accumulation, self.config.sharding
-        )
-
-    def _complete_gradients(self) -> None:
-        """Reduce with the other ranks what no backward of this one has: gradients of what ranks read as they like."""
-        if self._adoption.reads is not None:
-            self._adoption.reads.late.settle()
+    def _reads(self, communicator: Communicator) -> UncompiledReads:
+        """How code that is not compiled reads parameters."""
+        known, stage = self._adoption.known, self.config.sharding
+        return UncompiledReads(communicator, known, self._steps, self._accumulation, stage)
 
     def _remember(self, new: Iterable[nn.Parameter]) -> None:
         self._optimizers.remember(new)
 
-    def _together(self, code: str) -> contextlib.AbstractContextManager[None]:
-        """Around a compilation: other ranks, who may wait to compare, hear when it fails here."""
-        ranks = self._adoption.ranks
-        if ranks is None or ranks.agreement is None or ranks.communicator is None:
-            return contextlib.nullcontext()
-        return ranks.agreement.compiling(code, ranks.communicator)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold gradients back on each rank, whole, until the next backward outside of this context.
 
         As with DistributedDataParallel, the reduction then covers all of them at once. Costs the memory of the full
         gradients at every stage.
         """
-        before, self._accumulation.active = self._accumulation.active, True
-        try:
-            yield
-        finally:
-            self._accumulation.active = before
+        return self._accumulation.holding_back()
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:
@@ -258,20 +205,9 @@ class Backend:
         Raises:
             ZeroGraphError: nothing was compiled yet, or anything but one step ran.
         """
-        self._last_frame()
-        if not self._adoption.params:
-            raise ZeroGraphError(
-                "there is nothing to record: on one process the model is not sharded", "use torch.profiler there"
-            )
         machine = machine_of(self.config, self._compilation.device)
-        recording = Recording(self._frames, self._adoption.params, self._optimizers.stepped, machine)
-        try:
-            recording.start()
+        with Recording(self._frames, self._adoption.params, self._optimizers.stepped, machine) as recording:
             yield recording
-        except BaseException:
-            recording.stop(failed=True)
-            raise
-        recording.stop()
         self._recording = recording
 
     @property
@@ -286,59 +222,26 @@ class Backend:
         Raises:
             ZeroGraphError: nothing was compiled yet.
         """
-        return self._last_frame().plan
+        return last_frame(self._frames).plan
 
     @property
     def program(self) -> dict[str, Program]:
         """The programs of the frame of :attr:`plan` by kind: "forward" and "backward", or "inference"."""
-        return self._last_frame().programs
-
-    def _last_frame(self) -> Frame:
-        compiled = [f for f in self._frames if f.programs]
-        if not compiled:
-            raise ZeroGraphError("nothing was compiled yet", "call the compiled model once")
-        # A graph break may leave frames without parameters, of which nobody asks.
-        training = [f for f in compiled if "forward" in f.programs and f.plan.buckets]
-        return (training or compiled)[-1]
+        return last_frame(self._frames).programs
 
     def report(self) -> Report:
         """Decisions of the planner, and counts of everything that ran so far; ``print`` it."""
-        frames, ranks = [f for f in self._frames if f.programs], self._adoption.ranks
-        breaks = Counter(graph_breaks()) - Counter(self._breaks_before)
-        return Report(
-            stage=self.config.stage,
-            world_size=ranks.size if ranks is not None else 1,
-            transport=ranks.communicator.name if ranks is not None and ranks.communicator else "no communication",
-            buckets=tuple(
-                BucketReport(
-                    f.index,
-                    b.name,
-                    tuple(p.name for p in b.params),
-                    b.gathered_bytes,
-                    b.residency,
-                    b.tiles,
-                    b.dim,
-                    b.loop,
-                )
-                for f in frames
-                for b in f.plan.buckets
-            ),
-            programs=sum(len(f.programs) for f in frames),
-            segments=self._segments.requested,
-            distinct_segments=len(self._segments.callables),
-            compile_seconds=sum(f.seconds for f in self._frames),
-            graph_breaks=dict(breaks),
-            runs=dict(self._telemetry.runs),
-            peak_whole_buckets=self._telemetry.peak_whole,
-            on_nvme=self._store.bytes(),
-            slots=self._store.slots,
-            on_host=self._store.on_host(),
-            token_tiles={
-                f.index: TokenTiles(f.plan.loss_tiles, f.plan.token_tiles, len(f.plan.token_regions)) for f in frames
-            },
-            whole_logits={f.index: why for f in frames if (why := why_whole(f.step, f.plan.loss_tiles))},
-            apart={mlp: why for f in frames for mlp, why in apart(f.plan, f.step).items()},
-            recorded=self._recording.beside_forecast() if self._recording is not None else None,
+        ranks, recording = self._adoption.ranks, self._recording
+        return Report.of(
+            self.config.stage,
+            ranks.size if ranks is not None else 1,
+            ranks.communicator if ranks is not None else None,
+            self._frames,
+            self._segments,
+            self._telemetry,
+            self._store,
+            self._breaks_before,
+            recording.beside_forecast() if recording is not None else None,
         )
 
 
@@ -518,7 +421,7 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
     homes = owner._planner.homes_before()
     leaves = homes.parameters == "nvme"
     if leaves:
-        owner._store.forget_early()
+        owner._store.early.forget()
         owner._store.reserve({}, homes, owner.config.casts, MOMENTS, early=True)
     return fill(model, owner._adoption, init, given, owner._store if leaves else None)
 

@@ -7,7 +7,8 @@ zero, which adds like zero and tells, whatever zeroed it, that the user dropped 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -35,6 +36,15 @@ class GradientAccumulation:
         self._seen: dict[str, Values] = {}  # of gradients on a device, since the beginning of a backward
         self._seen_in: int | None = None  # that backward
         self._comm: Communicator
+
+    @contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """Inside, gradients are held back."""
+        before, self.active = self.active, True
+        try:
+            yield
+        finally:
+            self.active = before
 
     @property
     def state(self) -> tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:

@@ -114,7 +114,7 @@ class Executor:
             if program.kind != "backward":
                 self.store.drop_pages()
             elif not self.accumulation.active:
-                self.store.read_ahead()
+                self.store.slots.read_ahead()
             self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
             if self.trims and self.sequence:
                 self.comm.trim()
@@ -129,7 +129,7 @@ class Executor:
                 self.comm.leave()
             self.early.leave(program.kind, self.names)
             if program.kind == "backward":
-                self.store.stamp()
+                self.store.slots.stamp()
         # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
         except BaseException as error:
             self.cache.clear()
@@ -205,7 +205,7 @@ class Executor:
         if cached is None:
             self.telemetry.gathering(self.frame, instruction.bucket, instruction.tile)
             if not instruction.fetched:
-                shards = self.store.finish_fetch(self.store.start_fetch(instruction.params, shards))
+                shards = self.store.fetches.finish(self.store.fetches.start(instruction.params, shards))
             shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]
             cached = self.comm.start_gather(instruction.params, shards)
             registers[instruction.out] = (instruction.params, cached)
@@ -239,9 +239,9 @@ class Executor:
         else:
             whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
             shards = [registers[r] for r in instruction.reads]
-            registers[out] = None if whole else self.store.start_read(instruction.params, shards)
+            registers[out] = None if whole else self.store.fetches.start_read(instruction.params, shards)
         if instruction.target == "device" and registers[out] is not None:
-            registers[out] = self.store.copy_up(registers[out])
+            registers[out] = self.store.fetches.copy_up(registers[out])
 
     def _wait_fetch(self, instruction: WaitFetch, registers: list[Any]) -> None:
         pending = registers[instruction.pending]
@@ -249,7 +249,7 @@ class Executor:
         if isinstance(pending, Returning):
             found = self.store.saved.finish(pending)
         elif pending is not None:
-            found = self.store.finish_fetch(pending)
+            found = self.store.fetches.finish(pending)
         for register, tensor in zip(instruction.outs, found, strict=True):
             registers[register] = tensor
 
@@ -272,11 +272,12 @@ class Executor:
         if isinstance(first, ParamTile) and not instruction.staged:
             there = [self._with_tile(instruction, first, there[0], registers)]
         elif not self.accumulation.active:
-            there = (self.store.stage if instruction.staged else self.store.spill)(instruction.params, there)
+            gradients = self.store.gradients
+            there = (gradients.stage if instruction.staged else gradients.spill)(instruction.params, there)
         # What no_sync holds back is whole, and here; autograd gets marks in its place.
         if not self.accumulation.active and instruction.complete:
             if instruction.target == "host":
-                there = self.early.take(instruction.bucket, instruction.params, there, self.store.arrival())
+                there = self.early.take(instruction.bucket, instruction.params, there, self.store.gradients.arrival())
             else:
                 self.early.wait(LEAVING)
         for register, tensor in zip(instruction.writes, there, strict=True):
@@ -289,7 +290,7 @@ class Executor:
         into: Tensor | None = None if tile.begin == 0 else registers[instruction.writes[0]]
         if not self.accumulation.active:
             assert grad is not None
-            return self.store.spill_tile(tile, grad, into)
+            return self.store.gradients.spill_tile(tile, grad, into)
         return self.accumulation.mark(tile.name) if tile.begin == 0 else into
 
     def _reduce(self, instruction: Reduce, registers: list[Any]) -> None:
@@ -307,8 +308,8 @@ class Executor:
         results: list[Tensor | None] = pending
         if params is not None:
             results = list(self.comm.finish_reduce(pending))
-            if not instruction.leaves and self.store.left_behind(params):
-                results = self.store.spill(params, results)
+            if not instruction.leaves and self.store.gradients.left_behind(params):
+                results = self.store.gradients.spill(params, results)
                 if instruction.tiles > 1:
                     self.store.wait_for_gradients()  # before a tile is put in its place
             else:

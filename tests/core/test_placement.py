@@ -122,8 +122,7 @@ def test_one_rank_casts_a_frozen_master_that_stays(bucket_size: int | str, tmp_p
 
 def _room(rank: Rank) -> int:
     store = rank.backend._store
-    assert store.arena is not None
-    return store.arena.size
+    return store.room.arena.size
 
 
 def test_there_is_room_for_frozen_parameters_that_train_later(tmp_path: Path) -> None:

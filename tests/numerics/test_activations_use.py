@@ -180,8 +180,7 @@ def _every_transfer(folder: str, engine: str, more: dict[str, Any]) -> int:
         training = Training(**nvme(folder, **more))
         training.loss().backward()
         training.grads()
-    arena, state, failed = training.backend._store.arena, training.generator.get_state(), 0
-    assert arena is not None
+    arena, state, failed = training.backend._store.room.arena, training.generator.get_state(), 0
     training.loss().backward()
     truth = training.grads()
     for point in (FaultPoint.write, FaultPoint.read):
@@ -212,7 +211,7 @@ def _fails_on_one_rank(folder: str) -> str:
     training.loss().backward()
     truth, state = training.grads(), training.generator.get_state()
     if torch.distributed.get_rank() == 0:
-        training.backend._store.arena._engine.inject([(FaultPoint.write, 2, 1, FaultEffect.error, 28)])  # type: ignore[union-attr]
+        training.backend._store.room.arena._engine.inject([(FaultPoint.write, 2, 1, FaultEffect.error, 28)])
     error = _error_of(training)
     training.model.zero_grad()
     training.generator.set_state(state)

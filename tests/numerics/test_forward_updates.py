@@ -1,6 +1,6 @@
 """Updates inside of the next forward (``overlap="forward"``) equal ordinary steps to the bit.
 
-They are made by ``optim/forward.py``, and awaited by ``runtime/homes/shards.py``.
+They are made by ``optim/forward.py``, and awaited by ``runtime/homes/fetches.py``.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def _an_old_forward(options: dict[str, Any]) -> None:
         training.optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             second.backward()
-        gathers = training.backend._store.gathers()
+        gathers = training.backend._store.fetches.gathers()
         frames = training.backend.frames
         assert len(frames) > 1
         numbers = [{gathers[id(p)] for p in m.parameters()} for m in (training.model.first, training.model.head)]

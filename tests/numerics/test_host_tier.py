@@ -145,7 +145,7 @@ def _replays(path: str) -> None:
         training = Run(adamw, **options)
         _accumulates_and_evaluates(training)
         trained.append(training)
-    assert 0 < len(trained[0].backend._store._on_host) < len(list(trained[0].model.parameters()))
+    assert 0 < len(trained[0].backend._store.locations.on_host) < len(list(trained[0].model.parameters()))
     _same(*(training.result() for training in trained))
 
 

@@ -26,7 +26,7 @@ from traced import TracedOnce
 import zerograph
 from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.core.machine import machine_named
-from zerograph.runtime.homes import shards
+from zerograph.runtime.homes import slots
 from zerograph.runtime.torch_private import local_tensor
 
 OFF = {"offload": "optimizer", "tier": "nvme"}
@@ -173,9 +173,9 @@ def _same(a: Trained, b: Trained) -> None:
 
 def _on_nvme(training: Run) -> int:
     """States of parameters that are mappings of extents."""
-    places = training.backend._store.places()
+    places = training.backend._store.locations.places()
     return sum(
-        training.backend._store.is_home(training.optimizer, places[id(p)], name, local_tensor(value))
+        training.backend._store.states.is_home(training.optimizer, places[id(p)], name, local_tensor(value))
         for p, state in training.optimizer.state.items()
         if id(p) in places
         for name, value in state.items()
@@ -214,7 +214,7 @@ def _accumulates_and_evaluates(training: Run) -> None:
 def _equal(
     make: Callable[[nn.Module], Optimizer], folder: str, slot: int, options: dict[str, Any], offload: str = "optimizer"
 ) -> tuple[int, int]:
-    shards.SLOT = slot
+    slots.SLOT = slot
     training = _at_both_homes(folder, make, _accumulates_and_evaluates, offload, **options)
     return _on_nvme(training), sum(training.backend._store.bytes().values())
 
@@ -237,7 +237,7 @@ def _each_equal(
 ) -> dict[str, tuple[int, int]]:
     """One model in memory, and three whose parts are on NVMe, on the host, and on NVMe behind a host, train with each
     optimizer, from the same start."""
-    shards.SLOT = 32 * 2**10
+    slots.SLOT = 32 * 2**10
     away = {"offload": offload, "path": folder}
     homes = ({}, {**OFF, **away}, {**HOST, "offload": offload}, {**BEHIND, **away})
     here, nvme, host, behind = runs = [Run(makes[0], **options, **more) for more in homes]
@@ -251,7 +251,7 @@ def _each_equal(
             _same(here.result(), training.result())
         found[make.__name__] = _on_nvme(nvme), sum(nvme.backend._store.bytes().values())
         assert _on_nvme(behind) == found[make.__name__][0]
-    assert "embedding.weight" in host.backend._store._on_host
+    assert "embedding.weight" in host.backend._store.locations.on_host
     return found
 
 
@@ -524,6 +524,6 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
 
 @pytest.fixture(autouse=True)
 def _slot() -> Iterator[None]:
-    before = shards.SLOT
+    before = slots.SLOT
     yield
-    shards.SLOT = before
+    slots.SLOT = before

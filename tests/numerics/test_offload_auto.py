@@ -22,19 +22,19 @@ from zerograph.core.step import Step
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
-from zerograph.runtime.homes import shards
+from zerograph.runtime.homes import slots as slots_of_states
 
 
 def _small_slots() -> None:
     """So small that a bucket that leaves frees more than they take."""
-    slots.SLOT = shards.SLOT = 2**16
+    slots.SLOT = slots_of_states.SLOT = 2**16
 
 
 @pytest.fixture(autouse=True)
 def _slot() -> Iterator[None]:
     before = slots.SLOT
     yield
-    slots.SLOT = shards.SLOT = before
+    slots.SLOT = slots_of_states.SLOT = before
 
 
 def _tight(step: Step, machine: Machine, runs: Executable) -> dict[str, int]:
@@ -93,7 +93,7 @@ def _deep(**options: Any) -> tuple[list[float], zerograph.Backend, int]:
     backend = zerograph.backend(compute="eager", bucket_size="64KiB", machine="cpu", **options)
     zerograph.shard(model, backend)
     zerograph.materialize(model)
-    early = sum(extent.bytes for extent in backend._store._early.values())
+    early = sum(extent.bytes for extent in backend._store.early._extents.values())
     model.compile(backend=backend)
     optimizer, losses = adamw(model), []
     for seed in range(3):
@@ -113,7 +113,7 @@ def _materialized(folder: str) -> None:
     size = sum(p.numel() * 4 for p in roomy._adoption.params.values())
     losses, tight, early = _deep(**auto, memory=size)
     assert losses == plain and early >= size
-    assert {bucket.homes.parameters for bucket in tight.plan.buckets} == {"nvme"} and not tight._store._early
+    assert {bucket.homes.parameters for bucket in tight.plan.buckets} == {"nvme"} and not tight._store.early._extents
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def _nothing_fits(folder: str) -> list[str]:
         training = Run(adamw, stage=3, **options)  # type: ignore[arg-type]
         with pytest.raises(InfeasibleError) as caught:
             training.steps(1)
-        assert training.backend._store.arena is None
+        assert training.backend._store.room.opened is None
         said.append(str(caught.value))
     return said
 

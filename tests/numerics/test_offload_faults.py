@@ -34,7 +34,7 @@ import zerograph
 import zerograph._core as _core
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError, ZeroGraphError
-from zerograph.runtime.homes import shards
+from zerograph.runtime.homes import slots
 
 ENGINES = ["threads"] + ["uring"] * (_core.has_uring() and _core.probe_uring() == 0)
 
@@ -98,7 +98,7 @@ class Faulty(Run):
         return losses, *copy.deepcopy((values, states))
 
     def inject(self, point: FaultPoint, nth: int, effect: FaultEffect = FaultEffect.error, value: int = 5) -> None:
-        self.backend._store.arena._engine.inject([(point, nth, 1, effect, value)])  # type: ignore[union-attr]
+        self.backend._store.room.arena._engine.inject([(point, nth, 1, effect, value)])
 
     def fails(self) -> ZeroGraphError | None:
         """Whether a step does, and how; without what its traceback keeps."""
@@ -116,7 +116,7 @@ class Faulty(Run):
 def _every_transfer(folder: str, engine: str, away: dict[str, Any]) -> Counter[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROGRAPH_IO", engine)
-        patch.setattr(shards, "SLOT", 32 * 2**10)
+        patch.setattr(slots, "SLOT", 32 * 2**10)
         training = Faulty(folder, away)
     training.step()
     truth, failed = training.outcome(), Counter[str]()

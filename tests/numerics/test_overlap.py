@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import zerograph
 from zerograph.optim.stream import Stream
-from zerograph.runtime.homes import shards
+from zerograph.runtime.homes import slots
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -91,7 +91,7 @@ def _late(training: Run) -> set[str]:
 
 
 def _equal(make: Make, options: dict[str, Any]) -> set[str]:
-    shards.SLOT = 32 * 2**10
+    slots.SLOT = 32 * 2**10
     return _late(_with_and_without(make, **options))
 
 
@@ -154,7 +154,7 @@ def test_on_the_host(world_size: int, make: Make, offload: str, options: dict[st
 
 
 def _reads_ahead(folder: str) -> tuple[int, Counter[str]]:
-    shards.SLOT = 32 * 2**10
+    slots.SLOT = 32 * 2**10
     training = Run(partial(adamw, overlap=True), stage=3, path=folder, **{**OFF, "offload": "gradients"})
     training.steps(3)
     called = Counter[str]()

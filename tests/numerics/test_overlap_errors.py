@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 import zerograph
 from zerograph._core import FaultPoint
 from zerograph.core.errors import ConfigError, RankError, StorageError, ZeroGraphError
-from zerograph.runtime.homes import shards
+from zerograph.runtime.homes import slots
 
 
 def _misused(training: Run) -> None:
@@ -225,7 +225,7 @@ class Overlapping(Faulty):
 
 
 def _every_transfer(folder: str) -> set[str]:
-    shards.SLOT = 32 * 2**10
+    slots.SLOT = 32 * 2**10
     training, places = Overlapping(folder), set[str]()
     training.step()
     truth = training.outcome()

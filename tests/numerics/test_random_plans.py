@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import OFFLOADS, Homes
 from zerograph.dryrun.forecast import forecast_file
-from zerograph.runtime.homes import shards
+from zerograph.runtime.homes import slots
 
 SLOTS = 2**10, 2**16
 """Bytes of a slot: smaller than parameters, and larger than buckets."""
@@ -83,7 +83,7 @@ def in_memory(world_size: int, accumulates: bool, make: Any, dtype: torch.dtype 
 def test_a_random_plan_trains_as_in_memory(
     world_size: int, split: bool, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SLOT", SLOTS[seed % len(SLOTS)])
+    monkeypatch.setattr(slots, "SLOT", SLOTS[seed % len(SLOTS)])
     options, accumulates = drawn(tmp_path / "plan.json", seed, world_size, split), seed % 3 == 0
     make = (adamw, groups)[seed % 2]
     # Some optimizers keep three moments.

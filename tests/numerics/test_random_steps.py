@@ -28,7 +28,7 @@ from zerograph.core.step import Step, layer_of_activation
 from zerograph.dryrun.forecast import forecast_file
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.profile.token_tiles import with_token_tiles
-from zerograph.runtime.homes import shards
+from zerograph.runtime.homes import slots
 
 WORDS, LAYERS = 41, 3
 SLOTS = 2**10, 2**16
@@ -146,7 +146,7 @@ def trains(seed: int, rank: Rank) -> tuple[list[Tensor], dict[str, Tensor]]:
 def test_a_random_step_is_the_same_in_one_place(
     world_size: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SLOT", SLOTS[seed % len(SLOTS)])
+    monkeypatch.setattr(slots, "SLOT", SLOTS[seed % len(SLOTS)])
     given, plans = drawn(tmp_path, seed, world_size)
     trained = {
         name: harness.run(world_size, partial(trains, seed), words, *given, optimizer=adamw, by_rank=True, **options)

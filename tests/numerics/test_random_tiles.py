@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS
 from zerograph.core.plan import Homes
-from zerograph.runtime.homes import shards
+from zerograph.runtime.homes import slots
 
 SLOTS = 2**10, 2**16
 """Bytes of a slot: smaller than tiles, and larger than parameters."""
@@ -71,7 +71,7 @@ CASES = [*product((1, 2), (False, True), range(4)), (4, True, 1)]
 def test_random_tiles_train_as_in_one_place(
     world_size: int, split: bool, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SLOT", SLOTS[seed % len(SLOTS)])
+    monkeypatch.setattr(slots, "SLOT", SLOTS[seed % len(SLOTS)])
     net = Tables if seed % 3 == 0 else Net
     there = {"path": str(tmp_path), "nvme": "8MiB"}
     found = [

@@ -1,4 +1,7 @@
-"""Updates of states on NVMe, cut into chunks of every size, equal those in memory to the bit."""
+"""Updates of states on NVMe, cut into chunks of every size, equal those in memory to the bit.
+
+Tests ``runtime/homes/slots.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ import zerograph
 import zerograph._core as _core
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import Bucket, Homes, Param, Plan
-from zerograph.runtime.homes import shards
+from zerograph.runtime.homes import slots
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.nvme import Arena
 from zerograph.runtime.homes.shards import ShardStore
@@ -61,7 +64,7 @@ def train(
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         if store is not None:
-            store.read_ahead()
+            store.slots.read_ahead()
         for state in optimizer.state.values():
             if touched in state:
                 state[touched].mul_(0.9)
@@ -85,7 +88,7 @@ def train(
 def test_chunks_of_any_size_give_the_same_bits(
     sizes: list[int], buckets: int, slot: int, make: str, missing: list[bool], touched: str, tmp_path: Path
 ) -> None:
-    before, shards.SLOT = shards.SLOT, slot * 1024
+    before, slots.SLOT = slots.SLOT, slot * 1024
     try:
         here, there = params_of(sizes), params_of(sizes)
         mine, theirs = MAKE[make](here.values()), MAKE[make](there.values())
@@ -97,9 +100,9 @@ def test_chunks_of_any_size_give_the_same_bits(
             assert torch.equal(param, there[name]), name
             for state, value in mine.state[param].items():
                 assert torch.equal(value, theirs.state[there[name]][state]), (name, state)
-        store.arena.close()  # type: ignore[union-attr]
+        store.room.arena.close()
     finally:
-        shards.SLOT = before
+        slots.SLOT = before
 
 
 @pytest.mark.parametrize("point", [_core.FaultPoint.read, _core.FaultPoint.write])
@@ -107,16 +110,16 @@ def test_chunks_of_any_size_give_the_same_bits(
 def test_a_failed_transfer_ends_the_update_and_leaves_nothing_under_way(
     point: _core.FaultPoint, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SLOT", 64 * 1024)
+    monkeypatch.setattr(slots, "SLOT", 64 * 1024)
     params = params_of([20_000, 30_000])
     store = stored(params, 1, tmp_path)
     optimizer = zerograph.optim.AdamW(params.values())
     optimizer.store = store
     train(optimizer, params, [False])
-    store.arena._engine.inject([(point, number, 1, _core.FaultEffect.error, errno.EIO)])  # type: ignore[union-attr]
+    store.room.arena._engine.inject([(point, number, 1, _core.FaultEffect.error, errno.EIO)])
     with pytest.raises(StorageError, match="Input/output error"):
         optimizer.step()
-    assert not store.arena._live  # type: ignore[union-attr]
+    assert not store.room.arena._live
     with pytest.raises(StorageError, match="ended half done"):
         optimizer.step()
 
@@ -128,15 +131,14 @@ def test_what_was_read_ahead_is_not_read_again_unless_it_was_touched(
     params = params_of([20_000, 30_000])
     store = stored(params, 2, tmp_path)
     optimizer = zerograph.optim.AdamW(params.values())
-    optimizer.store, arena = store, store.arena
-    assert arena is not None
+    optimizer.store, arena = store, store.room.arena
     train(optimizer, params, [False])
     reads, read = list[Extent](), arena.read
     monkeypatch.setattr(
         arena, "read", lambda extent, *args, **named: reads.append(extent) or read(extent, *args, **named)
     )
-    store.read_ahead()
-    store.read_ahead()  # of another program of this backward
+    store.slots.read_ahead()
+    store.slots.read_ahead()  # of another program of this backward
     if touches:
         float(optimizer.state[params["p0"]]["exp_avg"].sum())
     optimizer.step()
@@ -151,8 +153,8 @@ def test_a_failed_read_ahead_changes_nothing(tmp_path: Path) -> None:
     optimizer.store = store
     train(optimizer, params, [False])
     before = {name: param.clone() for name, param in params.items()}
-    store.arena._engine.inject([(_core.FaultPoint.read, 1, 1, _core.FaultEffect.error, errno.EIO)])  # type: ignore[union-attr]
-    store.read_ahead()
+    store.room.arena._engine.inject([(_core.FaultPoint.read, 1, 1, _core.FaultEffect.error, errno.EIO)])
+    store.slots.read_ahead()
     with pytest.raises(StorageError, match="Input/output error"):
         optimizer.step()
     assert all(torch.equal(param, before[name]) for name, param in params.items())
@@ -166,7 +168,7 @@ def test_a_new_optimizer_has_the_room_of_one_whose_states_are_read_ahead(tmp_pat
     optimizer = zerograph.optim.AdamW(params.values())
     optimizer.store = store
     train(optimizer, params, [False])
-    store.read_ahead()
+    store.slots.read_ahead()
     optimizer = zerograph.optim.AdamW(params.values())
     optimizer.store = store
     train(optimizer, params, [False])
@@ -182,7 +184,7 @@ def _alike(change: Callable[[Optimizer, ShardStore], None], folder: Path) -> Non
         optimizer.store = store
         train(optimizer, params, [False])
         if ahead:
-            store.read_ahead()
+            store.slots.read_ahead()
         change(optimizer, store)
         optimizer.step()
         found.append([p.detach().clone() for p in params.values()])
@@ -190,8 +192,7 @@ def _alike(change: Callable[[Optimizer, ShardStore], None], folder: Path) -> Non
 
 
 def _zeroed_and_gone_from_the_cache(optimizer: Optimizer, store: ShardStore) -> None:
-    arena = store.arena
-    assert arena is not None
+    arena = store.room.arena
     time.sleep(0.02)  # a tick of the files' clock
     for state in optimizer.state.values():
         state["exp_avg"].data.zero_()
@@ -212,10 +213,9 @@ def test_reads_ahead_of_which_one_cannot_begin_are_not_taken_for_whole(
     params = params_of([20_000])
     store = stored(params, 1, tmp_path)
     optimizer = zerograph.optim.AdamW(params.values(), lr=0.1)
-    optimizer.store, arena = store, store.arena
-    assert arena is not None
+    optimizer.store, arena = store, store.room.arena
     train(optimizer, params, [False])
-    store.ring[0].fill_(7)
+    store.slots.ring[0].fill_(7)
     read, calls = arena.read, itertools.count()
 
     def second_fails(*args: Any, **named: Any) -> Any:
@@ -226,7 +226,7 @@ def test_reads_ahead_of_which_one_cannot_begin_are_not_taken_for_whole(
     with monkeypatch.context() as patch:
         patch.setattr(arena, "read", second_fails)
         with pytest.raises(StorageError):
-            store.read_ahead()
+            store.slots.read_ahead()
     optimizer.step()
     same = params_of([20_000])
     other = zerograph.optim.AdamW(same.values(), lr=0.1)
@@ -242,5 +242,6 @@ def test_states_are_mappings_that_a_state_dict_shows(tmp_path: Path) -> None:
     optimizer.store = store
     train(optimizer, params, [False])
     state = optimizer.state_dict()["state"][0]
-    assert store.is_home(optimizer, store.places()[id(params["p0"])], "exp_avg", local_tensor(state["exp_avg"]))
+    place = store.locations.places()[id(params["p0"])]
+    assert store.states.is_home(optimizer, place, "exp_avg", local_tensor(state["exp_avg"]))
     assert float(state["step"]) == 3 and state["exp_avg"].abs().sum() > 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,8 +28,8 @@ _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 def passes(plan: Path | None, name: str | None, graph: str | None, diff: bool, json_: bool) -> None:
     """Show the edits of each pass to the graphs.
 
-    A line for each pass and graph, in the order they ran, with the number of edits. Without a plan, all passes in the
-    order they run, with the stage of each.
+    A line for each pass and graph, in the order they ran, with the number of edits. Without a plan, all passes and the
+    compiler's other rewrites in the order they run, with the stage of each.
     """
     if plan is None:
         if name or graph or diff:
@@ -52,22 +50,16 @@ def passes(plan: Path | None, name: str | None, graph: str | None, diff: bool, j
 
 
 def show_pipeline(as_json: bool) -> None:
-    """Print all passes in order: the stage, the name and the first sentence of each."""
-    from zerograph.passes import PIPELINE  # torch comes with it
+    """Print all rewrites in order: the stage, the name and the first sentence of each."""
+    from zerograph.compiler.pipeline import REWRITES  # torch comes with it
 
-    rows = [(step.stage, step.name, _sentence(step.run)) for step in PIPELINE]
+    rows = [(step.stage, step.name, step.does) for step in REWRITES]
     if as_json:
         listed = [{"stage": stage, "name": name, "does": does} for stage, name, does in rows]
         click.echo(json.dumps({"version": VERSION, "pipeline": listed}, indent=2))
     else:
         header: list[Cell] = [(title, "bold") for title in ("stage", "pass", "does")]
         show_table([header, *rows], below={2})
-
-
-def _sentence(run: Callable[..., int]) -> str:
-    """The first paragraph of the file of a pass."""
-    text = inspect.getdoc(sys.modules[run.__module__]) or ""
-    return " ".join(text.partition("\n\n")[0].replace("``", "").split())
 
 
 def chosen(file: PlanFile, name: str | None, graph: str | None) -> list[PassRecord]:

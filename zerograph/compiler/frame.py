@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from zerograph.compiler.compilation import Compilation, Plain
 from zerograph.compiler.repetition.unfold import Repeat
 from zerograph.compiler.torch_private import traced_code
+from zerograph.core.errors import ZeroGraphError
 from zerograph.core.files.planfile import PassRecord
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
@@ -51,3 +52,17 @@ def traced_function() -> str:
     """The user's function that Dynamo is tracing, as ``name (file:line)``."""
     code = traced_code()
     return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def last_frame(frames: Sequence[Frame]) -> Frame:
+    """The last training frame; the last of all where there is none.
+
+    Raises:
+        ZeroGraphError: nothing was compiled yet.
+    """
+    compiled = [f for f in frames if f.programs]
+    if not compiled:
+        raise ZeroGraphError("nothing was compiled yet", "call the compiled model once")
+    # A graph break may leave frames without parameters, of which nobody asks.
+    training = [f for f in compiled if "forward" in f.programs and f.plan.buckets]
+    return (training or compiled)[-1]

@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from zerograph.compiler.frame import Frame
+from zerograph.compiler.frame import Frame, last_frame
 from zerograph.compiler.report import RecordedStep
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.files.runfile import Measured, Run
@@ -90,7 +90,15 @@ class Recording:
             params: the backend's sharded parameters.
             optimizers: finds the optimizers that have stepped on them.
             machine: the machine that the step was planned for.
+
+        Raises:
+            ZeroGraphError: nothing was compiled yet, or the model is not sharded.
         """
+        last_frame(frames)
+        if not params:
+            raise ZeroGraphError(
+                "there is nothing to record: on one process the model is not sharded", "use torch.profiler there"
+            )
         self._frames, self._params, self._optimizers, self._machine = frames, params, optimizers, machine
         # Frames of one backend share device, communicator and telemetry: any frame's will do.
         self._runtime = next(frame.runtime for frame in frames if frame.runtime is not None)
@@ -99,7 +107,7 @@ class Recording:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities, profile_memory=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> Recording:
         """Begin; nothing of the step may have run yet."""
         # The profiler does not see how what it has not seen allocated is freed: let go of it before.
         for frame in self._frames:
@@ -111,18 +119,17 @@ class Recording:
         self._held = _held(self._params, self._optimizers(), self._runtime.store)
         self._profile.start()
         self._runtime.telemetry.recording = True
+        return self
 
-    def stop(self, failed: bool = False) -> None:
-        """End, and work out what happened, unless the step ``failed``.
+    def __exit__(self, failed: object, *_: object) -> None:
+        """End, and work out what happened, unless the step failed.
 
         Raises:
             ZeroGraphError: not exactly one forward and one backward of one compiled frame ran in between.
         """
-        if not self._runtime.telemetry.recording:
-            return  # it never began: torch's profiler runs already
         self._runtime.telemetry.recording = False
         self._profile.stop()
-        if failed:
+        if failed is not None:
             return
         events = list(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
         del self._profile  # and with it every event
@@ -215,7 +222,7 @@ def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], s
         storage = tensor.untyped_storage()
         # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values()) + store.slots + store.fetched
+    return sum(storages.values()) + store.slots.bytes + store.fetches.bytes
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:

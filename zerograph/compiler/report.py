@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zerograph.compiler.frame import Frame
+from zerograph.compiler.lowering.segments import SegmentCache
+from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Stage
+from zerograph.core.plan import Bucket
 from zerograph.core.units import format_bytes
+from zerograph.planner.profile.loss import why_whole
+from zerograph.planner.profile.tiling import apart
 from zerograph.planner.programs.process_memory import Resident
+from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.executor.telemetry import Telemetry
+from zerograph.runtime.homes.shards import ShardStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,12 @@ class BucketReport:
     tiles: int = 1
     dim: int = 0
     loop: str = ""
+
+    @classmethod
+    def of(cls, frame: int, bucket: Bucket) -> BucketReport:
+        """What is decided for ``bucket`` of frame number ``frame``."""
+        names, size = tuple(p.name for p in bucket.params), bucket.gathered_bytes
+        return cls(frame, bucket.name, names, size, bucket.residency, bucket.tiles, bucket.dim, bucket.loop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +132,44 @@ class Report:
     whole_logits: Mapping[int, str] = field(default_factory=dict)
     apart: Mapping[str, str] = field(default_factory=dict)
     recorded: RecordedStep | None = None
+
+    @classmethod
+    def of(
+        cls,
+        stage: Stage,
+        world_size: int,
+        communicator: Communicator | None,
+        frames: Sequence[Frame],
+        segments: SegmentCache,
+        telemetry: Telemetry,
+        store: ShardStore,
+        breaks_before: Mapping[str, int],
+        recorded: RecordedStep | None,
+    ) -> Report:
+        """The report of a backend with these ``frames``, before which the process had ``breaks_before``."""
+        compiled = [f for f in frames if f.programs]
+        return cls(
+            stage=stage,
+            world_size=world_size,
+            transport=communicator.name if communicator is not None else "no communication",
+            buckets=tuple(BucketReport.of(f.index, bucket) for f in compiled for bucket in f.plan.buckets),
+            programs=sum(len(f.programs) for f in compiled),
+            segments=segments.requested,
+            distinct_segments=len(segments.callables),
+            compile_seconds=sum(f.seconds for f in frames),
+            graph_breaks=dict(Counter(graph_breaks()) - Counter(breaks_before)),
+            runs=dict(telemetry.runs),
+            peak_whole_buckets=telemetry.peak_whole,
+            on_nvme=store.bytes(),
+            slots=store.slots.bytes,
+            on_host=store.on_host(),
+            token_tiles={
+                f.index: TokenTiles(f.plan.loss_tiles, f.plan.token_tiles, len(f.plan.token_regions)) for f in compiled
+            },
+            whole_logits={f.index: why for f in compiled if (why := why_whole(f.step, f.plan.loss_tiles))},
+            apart={mlp: why for f in compiled for mlp, why in apart(f.plan, f.step).items()},
+            recorded=recorded,
+        )
 
     def __str__(self) -> str:
         lines = [

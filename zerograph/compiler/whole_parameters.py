@@ -28,7 +28,11 @@ _READS = {UNSHARD, torch.ops.higher_order.tag_activation_checkpoint}
 
 
 def compute_with_whole(gm: fx.GraphModule, inputs: Sequence[Any]) -> int:
-    """Edit a graph in place, as Dynamo recorded it; returns how many parameters were computed with as shards."""
+    """Give the full tensor to whatever computes with a parameter beside its marker, in a graph as Dynamo recorded it.
+
+    Returns:
+        How many parameters were computed with as shards.
+    """
     whole = {marker.source: marker.node for marker in reversed(markers(gm.graph, UNSHARD))}
     placeholders, known, changed = gm.graph.find_nodes(op="placeholder"), _nodes_that_know(gm), 0
     for shard, value in zip(placeholders, inputs, strict=True):

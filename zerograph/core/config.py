@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.core.arguments import paths, require, require_flag
-from zerograph.core.errors import ConfigError
+from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.core.machine import Machine, Tier, machine_from
 from zerograph.core.plan import OFFLOADS, UPDATES, Bucket, GivenPlan, Offload, Update, level_at
 from zerograph.core.units import parse_bytes
@@ -141,7 +141,7 @@ class Config:
     def _shards_on(self) -> frozenset[Tier]:
         replayed = [bucket.homes.away for bucket in self._buckets]
         chosen = {self.target} if self.offload != "none" else set()
-        if chosen and self.tier is None and self.searches and self._split:
+        if chosen and self.tier is None and self.searches and self.split:
             chosen.add("host")
         return frozenset[Tier]().union(*replayed, chosen) - {"device"}
 
@@ -159,10 +159,11 @@ class Config:
     @property
     def target(self) -> Tier:
         """The farthest that ``offload`` moves what leaves: to ``tier``, or what a backend can run."""
-        return self.tier or ("host" if self._split and not self.path else "nvme")
+        return self.tier or ("host" if self.split and not self.path else "nvme")
 
     @property
-    def _split(self) -> bool:
+    def split(self) -> bool:
+        """Whether a CPU counts as a device whose host has a memory of its own."""
         return self.machine is not None and self.machine.split
 
     @property
@@ -187,6 +188,24 @@ class Config:
     def searches(self) -> bool:
         """Whether plans are searched under a budget, not made by rule."""
         return self.stage == "auto" or self.offload == "auto" or self.memory is not None
+
+    def refuse_device(self, device: str) -> None:
+        """Refuse a model on ``device``, a type of torch's, with which the arguments do not go together.
+
+        Raises:
+            UnsupportedError: nothing carries them out there yet.
+            ConfigError: nothing would leave the device.
+        """
+        away, given = self.away, self.plan.plan if self.plan is not None else None
+        if "nvme" in away and device != "cpu":
+            raise UnsupportedError(f"a model on {device} cannot keep anything on NVMe yet", 'tier="host", or a CPU')
+        if "device" in (self.update, given.update if given is not None else "host") and device != "cpu":
+            raise UnsupportedError(f"states on the host cannot be updated on {device} yet", 'update="host"')
+        if "host" in away and device == "cpu" and not self.split:
+            raise ConfigError(
+                "the memory of a CPU's host is its device's: nothing would leave it",
+                'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
+            )
 
     @classmethod
     def of(cls, **options: Any) -> Config:

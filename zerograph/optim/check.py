@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerograph.core.errors import ShardingError, UnsupportedError, ZeroGraphError
+from zerograph.core.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.optim.algorithms.stock import make_states
 from zerograph.optim.clip import is_split
 from zerograph.optim.host import HostOptimizer
@@ -78,7 +78,7 @@ class OptimizerCheck:
             if live is not None and live._holds_own(optimizer):
                 live._telemetry.updated()
                 if not isinstance(optimizer, HostOptimizer):
-                    live._store.touched(_params_of(optimizer))
+                    live._store.copies.touched(_params_of(optimizer))
 
         def failed_step(optimizer: Optimizer, error: BaseException) -> None:
             live = check()
@@ -126,8 +126,12 @@ class OptimizerCheck:
                     "let go of it (del optimizer; gc.collect()) before the backward, and load a checkpoint",
                 )
 
-    def overlapping(self) -> list[EarlySteps]:
-        """The optimizers that update parameters of the backend inside of backwards, looked at as before a step."""
+    def overlapping(self, why_whole: str = "") -> list[EarlySteps]:
+        """The optimizers that update parameters of the backend inside of backwards, looked at as before a step.
+
+        Raises:
+            ConfigError: there are some, and ``why_whole`` says where parameters are read until a backward ends.
+        """
         found = []
         for early in overlapping():
             optimizer = early.optimizer
@@ -135,23 +139,28 @@ class OptimizerCheck:
                 self._look_at(optimizer)
                 self._bring_states_home(optimizer)
                 found.append(early)
+        if found and why_whole:
+            raise ConfigError(
+                f"{found[0]}(overlap=True) {why_whole}, where parameters are read until a backward ends",
+                "leave overlap out there; it needs stage 1, 2 or 3 on several processes, or offload=",
+            )
         return found
 
     def _bring_states_home(self, optimizer: Optimizer) -> None:
         """Let ``optimizer`` keep states where the backend says."""
         if not isinstance(optimizer, HostOptimizer):
-            if self._store.arena is not None:
+            if self._store.room.opened is not None:
                 make_states(optimizer, self._store)
             return
         known, mine = optimizer.store, self._store
-        if known is not None and known is not mine and mine.arena is not None:
+        if known is not None and known is not mine and mine.room.opened is not None:
             own = {id(p) for p in _params_of(optimizer)}
-            if own & (known.places().keys() - mine.places().keys()):
+            if own & (known.locations.places().keys() - mine.locations.places().keys()):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} holds parameters of two backends that keep states on NVMe",
                     "make an optimizer for each model",
                 )
-        if known is None or mine.arena is not None or mine.host is not None:
+        if known is None or mine.room.opened is not None or mine.locations.host is not None:
             optimizer.store = mine
 
     def _failed(self, optimizer: Optimizer, error: BaseException) -> None:

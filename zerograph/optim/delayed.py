@@ -67,7 +67,7 @@ class DelayedSteps(StepsOf):
         store.refuse_half_done()
         beside, behind = self._rows(apart)
         factor = opt.factor([*beside, *behind], grad_scale, clip)
-        arrival = store.leave_copies(p for row in beside for p in row.layout.params)
+        arrival = store.copies.leave(p for row in beside for p in row.layout.params)
         update = opt.update(beside, factor, arrival) if factor is not None else None
         changing = [p for p in self.params if p.grad is not None]
         for param in changing:
@@ -123,11 +123,11 @@ class DelayedSteps(StepsOf):
         store, params = self.optimizer.store, self.params
         if store is None:
             self._refuse_idle("no backend of zerograph has its parameters")
-        if not store.places().keys().isdisjoint(map(id, params)):
+        if not store.locations.places().keys().isdisjoint(map(id, params)):
             self._refuse_idle("states on NVMe are updated by a step itself, not beside the next one")
-        if store.updates == "device":
+        if store.copies.updates == "device":
             self._refuse_idle('update="device" needs the device, which computes')
-        apart = store.set_apart(p for p in params if not delayed.is_read_eagerly(p))
+        apart = store.copies.set_apart(p for p in params if not delayed.is_read_eagerly(p))
         if not apart:
             self._refuse_idle("programs read the parameters themselves, and no copies of them")
         return apart

@@ -63,7 +63,7 @@ class ForwardSteps(StepsOf):
         if not self.moves:
             opt.start(grad_scale, clip).wait()
             return
-        gathers = store.gathers() if store is not None else {}
+        gathers = store.fetches.gathers() if store is not None else {}
         gathers = {id(p): gathers[id(p)] for p in self.params if id(p) in gathers and not delayed.is_read_eagerly(p)}
         if store is None or not gathers:
             self._refuse_idle()
@@ -76,7 +76,7 @@ class ForwardSteps(StepsOf):
         rows = self._rows(gathers)
         opt.prepare([row for own in rows.values() for row in own])
         now = rows.pop(AT_ONCE, [])
-        store.following.add(self)
+        store.fetches.following.add(self)
         try:
             if now:
                 opt.update(now, factor).wait()
@@ -95,10 +95,10 @@ class ForwardSteps(StepsOf):
         given = [p for row in rows for p in row.layout.params if p.grad is not None]
         # A backward of a forward before this step must not find them: autograd refuses it by their versions.
         torch.autograd.graph.increment_version([t for p in given for t in (p, local_tensor(p))])
-        changing = [*given, *store.neighbours(given)]
+        changing = [*given, *store.locations.neighbours(given)]
         self.changing += changing
         # An update on the device writes to what is on the host as anybody does.
-        watched = changing if store.updates == "host" else []
+        watched = changing if store.copies.updates == "host" else []
         return _Bucket(update, Untouched(watched), Untouched([p.grad for p in given if p.grad is not None]))
 
     def _rows(self, gathers: dict[int, int]) -> dict[int, list[Row]]:
@@ -146,7 +146,7 @@ class ForwardSteps(StepsOf):
         self.changing = []
         store = self.optimizer.store
         if store is not None:
-            store.following.discard(self)
+            store.fetches.following.discard(self)
 
     def _fail(self, error: BaseException) -> None:
         for bucket in self._under_way.values():
@@ -154,7 +154,7 @@ class ForwardSteps(StepsOf):
                 bucket.update.wait()
         self._under_way.clear()
         if self.optimizer.store is not None:
-            self.optimizer.store.take_slots()  # after Ctrl-C nothing waits for what streams
+            self.optimizer.store.slots.take()  # after Ctrl-C nothing waits for what streams
         self._end()
         self.optimizer.leave_half_done(reason_of(error))
         tell_failed_step(self.optimizer, error)  # type: ignore[arg-type]

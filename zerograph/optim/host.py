@@ -292,8 +292,8 @@ class HostOptimizer(Optimizer):
         """Sum of squares of this rank's gradients, those that are split or those that are whole."""
         pieces = [piece for row in rows for piece in row.layout.pieces(row.grads, split)]
         known: list[float] = []
-        if self.store is not None and self.store.spills:
-            there = {piece: self.store.squares(piece[0]) for piece in pieces}
+        if self.store is not None and self.store.gradients.spills:
+            there = {piece: self.store.gradients.squares(piece[0]) for piece in pieces}
             known = list(itertools.chain.from_iterable(s for s in there.values() if s is not None))
             pieces = [piece for piece in pieces if there[piece] is None]
         total = torch.tensor(sum_of([*known, *_core.squares(pieces)]), dtype=torch.float64)
@@ -345,7 +345,7 @@ class HostOptimizer(Optimizer):
 
     def _tell_updated(self, params: Iterable[Tensor]) -> None:
         if self.store is not None:
-            self.store.updated(params)
+            self.store.copies.updated(params)
 
     def _streamed(
         self, store: ShardStore, stored: list[Stored], apart: list[tuple[_core.Rule, Gradients]], factor: float

@@ -57,10 +57,10 @@ class States:
         key, group, layout, grads = row
         state, slots = self._optimizer.state, self._algorithm.slots(group)
         plan = self.known.get(key)
-        homes = (store, store.changes if store is not None else 0)
+        homes = (store, store.locations.changes if store is not None else 0)
         if plan is None or not plan.holds(layout, slots, grads, states, homes):
             known = plan.members_of(layout, state) if plan is not None else ()
-            places = store.places() if store is not None else {}
+            places = store.locations.places() if store is not None else {}
             parts = parts_of(layout, grads, known, lambda i: self._member(layout, i, slots, store, places))
             plan = self.known[key] = GroupParts(layout, slots, parts, state, homes)
             self._changed()
@@ -120,9 +120,9 @@ class States:
     ) -> Tensor:
         """State ``value`` of ``param`` on NVMe, where it is made when there is none."""
         owner = self._optimizer
-        if value is not None and value.dtype == dtype and store.is_home(owner, place, name, local_tensor(value)):
+        if value is not None and value.dtype == dtype and store.states.is_home(owner, place, name, local_tensor(value)):
             return value
-        home = store.state(owner, place, name, dtype, local_tensor(param), fill)
+        home = store.states.of(owner, place, name, dtype, local_tensor(param), fill)
         if value is not None:
             home.copy_(local_tensor(_fitted(value, param, dtype, f"{name} of a parameter")))
         return placed_as(home, param)
@@ -150,7 +150,7 @@ def _kept_of(param: Tensor, store: ShardStore | None) -> tuple[Tensor | None, tu
     """The copy gathered in place of ``param``, its tensors on NVMe, and its name if it is updated elsewhere."""
     if store is None:
         return None, (), ""
-    return store.copy_of(param), store.streamed(param), store.through_device(param)
+    return store.copies.copy_of(param), store.copies.streamed(param), store.copies.through_device(param)
 
 
 def _counter(value: Any, device: torch.device) -> Tensor:

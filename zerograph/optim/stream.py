@@ -30,8 +30,9 @@ from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.homes.blocks import UNIT, Block, Place
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.host import Transfer
+from zerograph.runtime.homes.locations import COPY, GRADIENT, PARAMETER
 from zerograph.runtime.homes.nvme import Priority, Ticket
-from zerograph.runtime.homes.shards import COPY, GRADIENT, PARAMETER, ShardStore
+from zerograph.runtime.homes.shards import ShardStore
 
 
 class Stored(NamedTuple):
@@ -88,9 +89,8 @@ class Stream:
     """The update of some parts, again and again."""
 
     def __init__(self, owner: Optimizer, store: ShardStore, stored: Sequence[Stored]) -> None:
-        assert store.arena is not None
         self._owner = weakref.ref(owner)
-        self._store, self._arena, self.parts = store, store.arena, [s.part for s in stored]
+        self._store, self._arena, self.parts = store, store.room.arena, [s.part for s in stored]
         # Of this update, where gradients are on NVMe, and by place of a parameter what follows it elsewhere.
         self._gradients: dict[Block, tuple[Extent, int] | None] = {}
         self._follow: dict[Place, Tensor] = {}
@@ -105,7 +105,7 @@ class Stream:
             self._cut(owner, store, block, stored)
 
     def _cut(self, owner: Optimizer, store: ShardStore, block: Block, stored: Sequence[Stored]) -> None:
-        ring, kinds, place = store.ring, dict[tuple[str, torch.dtype], _Slotted](), 0
+        ring, kinds, place = store.slots.ring, dict[tuple[str, torch.dtype], _Slotted](), 0
         wanted = dict.fromkeys(
             kind
             for part, slots in stored
@@ -113,7 +113,7 @@ class Stream:
             if _place(member).block is block
             for kind in _kept(member, part, slots)
         )
-        if store.spills or store.stay(block):
+        if store.gradients.spills or store.gradients.stay(block):
             wanted[GRADIENT, block.dtype] = None
         most = ring[0].nbytes // max(1, sum(dtype.itemsize for _, dtype in wanted)) // UNIT * UNIT
         for name, dtype in wanted:
@@ -214,7 +214,7 @@ class Stream:
         Raises:
             StorageError: a transfer failed. Some chunks have been updated and others not, unless it was one ahead.
         """
-        self._store.take_slots(self)
+        self._store.slots.take(self)
         try:
             self._confirm()
         except BaseException:
@@ -222,8 +222,9 @@ class Stream:
             raise
         for copy, count in self._counts:
             copy.copy_(count)
-        self._gradients = {chunk.block: self._store.gradients(chunk.block) for chunk in self._chunks if chunk.gradient}
-        copied = {place: self._store.begin_to_follow(name) for place, name in self._names.items()}
+        home = self._store.gradients.home
+        self._gradients = {chunk.block: home(chunk.block) for chunk in self._chunks if chunk.gradient}
+        copied = {place: self._store.copies.begin_to_follow(name) for place, name in self._names.items()}
         self._follow = {place: copy for place, copy in copied.items() if copy is not None}
         try:
             through_slots(
@@ -233,7 +234,7 @@ class Stream:
                 lambda chunk: _core.update(self._calls(chunk, rules, grads), factor),
                 self._write,
             )
-            self._store.has_run(self)
+            self._store.slots.has_run(self)
         except BaseException as error:
             owner = self._owner()
             assert owner is not None  # its step runs
@@ -247,7 +248,7 @@ class Stream:
             if chunk.is_ahead:
                 self._settle(chunk)
                 # Pages that were touched may be gone again, but then the files are newer.
-                chunk.is_ahead = self._store.is_as_left and not any(
+                chunk.is_ahead = self._store.slots.is_as_left and not any(
                     kind.extent is not None
                     and self._arena.is_touched(kind.extent, chunk.begin * kind.dtype.itemsize, chunk.view(kind).nbytes)
                     for kind in chunk.kinds
@@ -294,7 +295,7 @@ class Stream:
     def _comes(self, chunk: _Chunk, part: Part) -> bool:
         """Whether gradients of ``part`` come from the device to the slot of ``chunk``."""
         # model.to(dtype) has brought those of another dtype here.
-        return self._store.stay(chunk.block) and part.grad_dtype == chunk.block.dtype
+        return self._store.gradients.stay(chunk.block) and part.grad_dtype == chunk.block.dtype
 
     def _bring_copies(self, chunk: _Chunk) -> None:
         """Begin to copy what was updated to where it is gathered from."""
@@ -312,8 +313,7 @@ class Stream:
         at = begin + first - chunk.begin
         pair = flat[first : first + size], chunk.view(kind).view(kind.dtype)[at : at + size]
         source, target = pair if here else pair[::-1]
-        assert self._store.host is not None
-        chunk.copies.append(self._store.host.memory.start([(source, target)]))
+        chunk.copies.append(self._store.locations.hosted.memory.start([(source, target)]))
 
     def _start(self, transfer: Callable[..., Ticket], chunk: _Chunk) -> None:
         kinds = [(kind, kind.extent) for kind in chunk.kinds if not chunk.is_ahead]

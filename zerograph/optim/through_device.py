@@ -60,9 +60,8 @@ class ThroughDevice:
 
     def __init__(self, owner: Optimizer, store: ShardStore, parts: Sequence[Part], most: int) -> None:
         """``most`` are the bytes of a slot, at most."""
-        assert store.host is not None
         self._owner, self._store, self.parts = weakref.ref(owner), store, list(parts)
-        self._memory = store.host.memory
+        self._memory = store.locations.hosted.memory
         self._cuts = [(index, pieces) for index, part in enumerate(self.parts) for pieces in _cut(part, most)]
 
     def run(self, rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: float) -> None:
@@ -76,7 +75,7 @@ class ThroughDevice:
         self._cut_slots(chunks)
         follow = [
             [
-                self._store.begin_to_follow(m.through_device) if a else None
+                self._store.copies.begin_to_follow(m.through_device) if a else None
                 for m, a in zip(p.members, g.addresses, strict=True)
             ]
             for p, g in zip(self.parts, grads, strict=True)

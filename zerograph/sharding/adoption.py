@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from zerograph.compiler.torch_private import traced_code
 from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.core.plan import Plan
+from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.forward import has_opened
@@ -48,7 +50,7 @@ class Adoption:
         config: Config,
         connect: Callable[[torch.device], Ranks],
         adopted: Callable[[Iterable[nn.Parameter]], None] = lambda _: None,
-        reads: Callable[[Ranks], UncompiledReads | None] = lambda _: None,
+        reads: Callable[[Communicator], UncompiledReads | None] = lambda _: None,
         everything: Callable[[], list[Any]] = gc.get_objects,
     ) -> None:
         """``connect`` is called once, with the device of the first model, before anything of that is changed;
@@ -63,6 +65,30 @@ class Adoption:
         self.replaced = WeakIdKeyDictionary()
         self.reads: UncompiledReads | None = None
         self._traced_in_vain = False
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """How the ranks communicate that the model is sharded over; None before, and where there is one rank."""
+        return self.ranks.communicator if self.ranks is not None else None
+
+    @property
+    def why_whole(self) -> str:
+        """Where parameters are read until a backward ends, for people; empty where they are not."""
+        if self.ranks is not None and self.ranks.mesh is None and not self._config.offloads:
+            return "on one process that offloads nothing"
+        return "at stage 0" if self._config.sharding == 0 else ""
+
+    def complete_gradients(self) -> None:
+        """Reduce with the other ranks what no backward of this one has: gradients of what ranks read as they like."""
+        if self.reads is not None:
+            self.reads.late.settle()
+
+    def compiling(self, code: str) -> AbstractContextManager[None]:
+        """Around a compilation: other ranks, who may wait to compare, hear when it fails here."""
+        ranks = self.ranks
+        if ranks is None or ranks.agreement is None or ranks.communicator is None:
+            return nullcontext()
+        return ranks.agreement.compiling(code, ranks.communicator)
 
     def before_trace(self, root: nn.Module) -> None:
         """Shard the model that is being called before Dynamo traces it, instead of after; the first call only."""
@@ -113,7 +139,8 @@ class Adoption:
         """
         if self.ranks is None:
             self.ranks = self._connect(device)
-            self.reads = self._new_reads(self.ranks)
+            if self.ranks.communicator is not None and self.ranks.mesh is not None:
+                self.reads = self._new_reads(self.ranks.communicator)
         ranks = self.ranks
         if ranks.mesh is None and self._config.dtype is None and not self._config.offloads:
             return False

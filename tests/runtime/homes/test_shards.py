@@ -1,4 +1,8 @@
-"""Where states are: places in extents, what is reserved, and copies that follow what changes."""
+"""Where states are: places in extents, what is reserved, and copies that follow what changes.
+
+Tests ``runtime/homes/locations.py``, ``runtime/homes/copies.py``, ``runtime/homes/early.py``,
+``runtime/homes/fetches.py``, ``runtime/homes/gradients.py`` and ``runtime/homes/states.py``.
+"""
 
 from __future__ import annotations
 
@@ -49,43 +53,43 @@ def test_states_of_a_bucket_lie_one_behind_another(params: dict[str, nn.Paramete
     store, holder = store_of(tmp_path, params), owner()
     told = tuple(described(name, p, sharded=name != "whole") for name, p in params.items())
     store.settle(plan_of(told), 2)
-    assert store.copy_of(params["a"]) is None  # what computes in its own dtype stays
-    places = store.places()
+    assert store.copies.copy_of(params["a"]) is None  # what computes in its own dtype stays
+    places = store.locations.places()
     assert places.keys() == {id(params[name]) for name in ("a", "empty", "b")}
     block = places[id(params["a"])].block
     assert (places[id(params["a"])].begin, places[id(params["b"])].begin) == (0, 256)
     assert block.elements % UNIT == 0 and UNIT * 2 >= ALIGNMENT
-    made = {n: store.state(holder, places[id(params[n])], "m", torch.float32, params[n], 0.5) for n in ("a", "b")}
+    made = {n: store.states.of(holder, places[id(params[n])], "m", torch.float32, params[n], 0.5) for n in ("a", "b")}
     assert all(torch.equal(made[name], torch.full_like(params[name], 0.5)) for name in made)
     assert made["a"].untyped_storage().nbytes() == made["a"].nbytes  # whoever saves it saves that, and no more
     made["a"].fill_(7.0)
     assert made["b"].eq(0.5).all()
-    assert store.is_home(holder, places[id(params["a"])], "m", made["a"])
-    assert not store.is_home(holder, places[id(params["a"])], "m", made["a"].clone())
-    assert not store.is_home(owner(), places[id(params["a"])], "m", made["a"])
+    assert store.states.is_home(holder, places[id(params["a"])], "m", made["a"])
+    assert not store.states.is_home(holder, places[id(params["a"])], "m", made["a"].clone())
+    assert not store.states.is_home(owner(), places[id(params["a"])], "m", made["a"])
 
 
 def test_a_state_that_is_asked_for_again_begins_anew(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, holder = store_of(tmp_path, params), owner()
     store.settle(plan_of((described("a", params["a"]),)), 2)
-    place = store.places()[id(params["a"])]
-    store.state(holder, place, "m", torch.float32, params["a"], 0.0).fill_(3.0)
-    assert store.state(holder, place, "m", torch.float32, params["a"], 1.0).eq(1.0).all()
+    place = store.locations.places()[id(params["a"])]
+    store.states.of(holder, place, "m", torch.float32, params["a"], 0.0).fill_(3.0)
+    assert store.states.of(holder, place, "m", torch.float32, params["a"], 1.0).eq(1.0).all()
 
 
 def test_extents_of_optimizers_that_are_gone_are_used_again(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store = store_of(tmp_path, params)
     store.settle(plan_of((described("b", params["b"]),)), 1)  # room for one moment of each parameter
-    place = store.places()[id(params["b"])]
+    place = store.locations.places()[id(params["b"])]
     for value in range(5):
         holder = owner()
-        state = store.state(holder, place, "m", torch.float32, params["b"], float(value))
+        state = store.states.of(holder, place, "m", torch.float32, params["b"], float(value))
         assert state.eq(value).all()
         del state, holder
     other = owner()
     kept = []
     with pytest.raises(StorageError, match=r"no room for .* they are for m\d of bucket b0(?s:.*)nvme="):
-        kept.extend(store.state(other, place, f"m{i}", torch.float32, params["b"], 0.0) for i in range(9))
+        kept.extend(store.states.of(other, place, f"m{i}", torch.float32, params["b"], 0.0) for i in range(9))
 
 
 def test_what_was_made_on_nvme_and_stays_is_brought_into_memory(
@@ -94,50 +98,49 @@ def test_what_was_made_on_nvme_and_stays_is_brought_into_memory(
     store = store_of(tmp_path, params)
     away, names = Homes("nvme", "nvme", "nvme"), ("a", "b")
     store.reserve({}, away, masters=False, moments=2, early=True)
-    assert store.arena is not None
     wanted = {name: params[name].detach().clone() for name in names}
     for name in names:
-        early = store.early(params[name])
+        early = store.early.make(params[name])
         params[name].data = early.copy_(wanted[name])
     leaves, stays = (Bucket(i, name, (described(name, params[name]),), "use") for i, name in enumerate(names))
     told = list[torch.Tensor]()
     store.settle(Plan(3, 2, (replace(leaves, homes=away), stays), 1), 2, moved=told.append)
     assert [any(p is params[name] for p in told) for name in names] == [True, True]
-    assert [store.arena.maps(params[name]) for name in names] == [True, False]
+    assert [store.room.arena.maps(params[name]) for name in names] == [True, False]
     assert all(torch.equal(params[name], wanted[name]) for name in names)
     del early
-    store._reclaim()
-    assert store.arena.size - store.arena.free_bytes == UNIT * 4  # what leaves, in its bucket's place
+    store.states.reclaim()
+    assert store.room.arena.size - store.room.arena.free_bytes == UNIT * 4  # what leaves, in its bucket's place
 
 
 def test_room_is_reserved_for_what_leaves(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store = store_of(tmp_path, params)
     store.reserve({"a": Homes()}, Homes(), masters=False, moments=2)
-    assert store.arena is not None and store.arena.size == 0
-    store.arena = None
+    assert store.room.arena.size == 0
+    store.room.opened = None
     store.reserve({"b": NVME}, Homes(), masters=False, moments=2)
-    assert store.arena.size == 3 * UNIT * 2 * 4  # 5000 elements in whole units, two moments
+    assert store.room.arena.size == 3 * UNIT * 2 * 4  # 5000 elements in whole units, two moments
 
 
 def test_the_first_plan_decides(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store = store_of(tmp_path, params)
     store.settle(plan_of((described("a", params["a"]),), homes=Homes()), 2)
-    assert store.arena is None and store.places() == {}
+    assert store.room.opened is None and store.locations.places() == {}
     store.settle(plan_of((described("a", params["a"]),)), 2)
-    first = store.places()[id(params["a"])]
+    first = store.locations.places()[id(params["a"])]
     store.settle(plan_of((described("b", params["b"]), described("a", params["a"]))), 2)
-    assert store.places()[id(params["a"])] == first
-    assert store.places()[id(params["b"])].begin == 0
+    assert store.locations.places()[id(params["a"])] == first
+    assert store.locations.places()[id(params["b"])].begin == 0
 
 
 def test_masters_leave_and_copies_follow_them(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, a = store_of(tmp_path, params), params["a"]
     before, told = a.detach().clone(), described("a", a, "bfloat16")
     store.settle(plan_of((told,)), 2)
-    assert torch.equal(a, before) and store.arena is not None and store.arena.maps(a)
+    assert torch.equal(a, before) and store.room.arena.maps(a)
 
     def gathered() -> torch.Tensor:
-        (found,) = store.finish_fetch(store.start_fetch([told], [a]))
+        (found,) = store.fetches.finish(store.fetches.start([told], [a]))
         assert found.dtype == torch.bfloat16
         return found
 
@@ -148,17 +151,17 @@ def test_masters_leave_and_copies_follow_them(params: dict[str, nn.Parameter], t
     assert torch.equal(gathered(), (before * 2).bfloat16()) and gathered().data_ptr() == kept
     a.data.mul_(2)  # which no version shows
     assert torch.equal(gathered(), (before * 2).bfloat16())
-    store.touched([a])
+    store.copies.touched([a])
     assert torch.equal(gathered(), (before * 4).bfloat16())
     a.data = before.clone()  # other memory: it has come back
-    assert store.start_fetch([told], [a]).shards[0] is a and store.copy_of(a) is None
+    assert store.fetches.start([told], [a]).shards[0] is a and store.copies.copy_of(a) is None
 
 
 def test_what_nobody_gathers_stays(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, a = store_of(tmp_path, params), params["a"]
     address = a.data_ptr()
     store.settle(plan_of((described("a", a, "bfloat16", sharded=False),), world_size=1), 2)
-    assert a.data_ptr() == address and store.places() == {} and store.arena is None
+    assert a.data_ptr() == address and store.locations.places() == {} and store.room.opened is None
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
@@ -176,7 +179,7 @@ def test_a_parameter_that_cannot_be_written_stays_and_can_leave_later(
     assert len(moved) == (2 if nth == 3 else 0)  # a bucket leaves as a whole
     for _ in range(2):
         for one in told:
-            (found,) = store.finish_fetch(store.start_fetch([one], [params[one.name]]))
+            (found,) = store.fetches.finish(store.fetches.start([one], [params[one.name]]))
             assert torch.equal(found, before[one.name]) and torch.equal(params[one.name], before[one.name])
         store.settle(plan, 2, moved.append)
     assert len(moved) == 3 and all(arena.maps(params[one.name]) for one in told)

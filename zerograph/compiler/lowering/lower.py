@@ -70,7 +70,7 @@ def lower(
     Transfers to and from NVMe pass through memory on ``staging``. ``returned`` are the names of what it returned before
     the passes, which the backward knows it by.
     """
-    _keep_together(gm.graph)
+    keep_together(gm.graph)
     return _Lowering(gm, kind, cache, plan, staging).run(returned)
 
 
@@ -78,7 +78,7 @@ def _returned(gm: fx.GraphModule) -> Sequence[Any]:
     return output_of(gm.graph).args[0]  # type: ignore[return-value]
 
 
-def _keep_together(graph: fx.Graph) -> None:
+def keep_together(graph: fx.Graph) -> None:
     """Move what unpacks a tuple to where it comes from, so that no cut comes between: registers hold tensors.
 
     Random seeds move too: looked up where they are made, they leave the repeated layers without constants of their own.

@@ -105,8 +105,8 @@ class SegmentCache:
 
 
 def interpret(gm: fx.GraphModule) -> Callee:
+    """Run a segment uncompiled, with random operators that heed their seeds; with ``compute="eager"`` only."""
     for node in gm.graph.nodes:
-        # Uncompiled, Inductor's random operators ignore their seeds.
         node.target = _SEEDED.get(node.target, node.target)
     gm.recompile()
 

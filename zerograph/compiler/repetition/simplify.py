@@ -1,4 +1,4 @@
-"""Inductor's own passes over the graph of a step: attention fusions, constants, needless views and casts."""
+"""Inductor's own passes over the graph of a step, or over a few of its layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ log = logging.getLogger(__name__)
 
 
 def simplified(gm: fx.GraphModule, repeat: Repeat | None) -> fx.GraphModule:
-    """The graph to go on with; where ``gm`` came of a few layers that are alike, from a look at those."""
+    """Run Inductor's own passes on the graph of a step: attention fusions, constants, needless views and casts.
+
+    Where ``gm`` came of a few layers that are alike, they run on those.
+
+    Returns:
+        The graph to go on with.
+    """
     if repeat is not None and repeat.whole.gm is gm:
         try:
             return _simplified_once(repeat)

@@ -28,7 +28,7 @@ def make_states(optimizer: Optimizer, store: ShardStore) -> None:
         UnsupportedError: nothing is known of the states that it keeps.
         StorageError: there is no room for them.
     """
-    places = store.places()
+    places = store.locations.places()
     for group in optimizer.param_groups:
         for param in group["params"]:
             # A closure brings gradients only later: what it has then made comes home before the next step.
@@ -44,9 +44,9 @@ def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: 
     for name in names:
         value = state.get(name)
         if value is None:
-            state[name] = placed_as(store.state(optimizer, place, name, param.dtype, like, 0.0), param)
-        elif not store.is_home(optimizer, place, name, local_tensor(value)):
-            home = store.state(optimizer, place, name, value.dtype, like, 0.0)
+            state[name] = placed_as(store.states.of(optimizer, place, name, param.dtype, like, 0.0), param)
+        elif not store.states.is_home(optimizer, place, name, local_tensor(value)):
+            home = store.states.of(optimizer, place, name, value.dtype, like, 0.0)
             home.copy_(local_tensor(value))
             state[name] = placed_as(home, param)
     if "step" not in state and not isinstance(optimizer, Adagrad):

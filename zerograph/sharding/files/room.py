@@ -36,13 +36,13 @@ class Room:
         if self.host is not None and home:
             return home_for(like, self.host)
         if self.store is not None and leaves and like.numel():
-            return self.store.early(like)
+            return self.store.early.make(like)
         return torch.empty_like(like, device=self.device)
 
     def filled(self, tensor: Tensor) -> None:
         """``tensor`` has its values, which nobody reads soon."""
         if self.store is not None:
-            self.store.let_go(tensor)
+            self.store.early.drop_pages(tensor)
 
     @contextmanager
     def filling(self, tensors: Iterable[Tensor]) -> Iterator[None]:

@@ -1,0 +1,177 @@
+"""Reduced gradients on their way to their homes, on the host or on NVMe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Param, ParamTile
+from zerograph.runtime.buffers import tile_of
+from zerograph.runtime.homes.blocks import Block
+from zerograph.runtime.homes.extents import Extent
+from zerograph.runtime.homes.locations import Locations
+from zerograph.runtime.homes.room import Room
+from zerograph.runtime.homes.slots import Slots
+from zerograph.runtime.homes.spilled import SpilledGradients
+
+
+class Gradients:
+    """Moves gradients, and knows where the last ones are.
+
+    Attributes:
+        homes: where those of a block's parameters go.
+    """
+
+    def __init__(self, room: Room, locations: Locations, slots: Slots) -> None:
+        self._room, self._locations, self._slots = room, locations, slots
+        self._spilled: SpilledGradients | None = None
+        self.homes: dict[Block, Tier] = {}
+
+    def spill(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Begin to move gradients to their homes, where there are some; returns what autograd gets in their places.
+
+        Raises:
+            StorageError: there is no room, or a transfer failed.
+        """
+        made = {p.name: self._own(p, grad) for p, grad in zip(params, grads, strict=True) if grad is not None}
+        away: dict[Tier, dict[str, Tensor]] = {}
+        for name, grad in made.items():
+            away.setdefault(self._home_of(name, grad.dtype), {})[name] = grad
+        given: dict[str, Tensor | None] = dict(self._locations.hosted.spill(away["host"])) if "host" in away else {}
+        given |= self._spill_to_nvme(away.get("nvme", {}))
+        # model.to(dtype) has brought the others here.
+        return [given.get(p.name, grad) for p, grad in zip(params, grads, strict=True)]
+
+    def spill_tile(self, tile: ParamTile, grad: Tensor, into: Tensor | None) -> Tensor | None:
+        """Begin to move a tile of a gradient, of which the first comes first, to its home.
+
+        Returns:
+            The tensor for autograd in place of the whole gradient: for the first tile as :meth:`spill`, then ``into``,
+            which that gave.
+
+        Raises:
+            StorageError: there is no room, or a transfer failed.
+        """
+        locations = self._locations
+        like, grad = locations.local(tile.name).detach(), self._own(tile, grad)
+        if tile.begin and not len(grad):
+            return into
+        home = self._home_of(tile.name, grad.dtype)
+        if home == "host":
+            return locations.hosted.spill_tile(tile, grad, into)
+        if home == "nvme" and like.is_contiguous():
+            given = self._to_nvme().spill_tile(locations.blocks[tile.name], tile, grad)
+            return given if tile.begin == 0 else into
+        # It leaves as a whole, if at all: its rows lie all over it.
+        if tile.begin == 0:
+            into = torch.empty_like(like, dtype=grad.dtype, device=grad.device)
+        assert into is not None
+        if locations.host is not None:
+            locations.host.wait_for_gradients()
+        tile_of(tile, into).copy_(grad)
+        return into if home == "device" or tile.end < len(like) else self._spill_to_nvme({tile.name: into})[tile.name]
+
+    def _own(self, param: Param, grad: Tensor) -> Tensor:
+        """A reduced gradient, or a tile of it, without the rows that pad the last shards."""
+        rows = tile_of(param, self._locations.local(param.name))
+        return grad[: len(rows)] if isinstance(param, ParamTile) else grad
+
+    def _home_of(self, name: str, dtype: torch.dtype) -> Tier:
+        """Where a gradient in ``dtype`` is to go."""
+        block = self._locations.blocks.get(name)
+        if block is None:
+            return "host" if name in self._locations.on_host or self._locations.is_apart(name) else "device"
+        home = self.homes[block]
+        # model.to(dtype) has brought the parameter here.
+        return "device" if home == "nvme" and dtype != block.dtype else home
+
+    def stage(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Begin to copy gradients, or tiles of them, to the host, from where :meth:`spill` moves them on."""
+        made = {p.name: self._own(p, grad) for p, grad in zip(params, grads, strict=True) if grad is not None}
+        return [*self._locations.hosted.stage(made).values()]
+
+    def left_behind(self, params: Sequence[Param]) -> bool:
+        """Whether one of ``params`` is in another memory than what a backward makes, as an earlier plan has it."""
+        return any(self._locations.is_apart(p.name) for p in params)
+
+    def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        by_block: dict[Block, dict[str, Tensor]] = {}
+        for name, grad in grads.items():
+            by_block.setdefault(self._locations.blocks[name], {})[name] = grad
+        given: dict[str, Tensor | None] = {}
+        for block, own in by_block.items():
+            given |= self._to_nvme().spill(block, own)
+        return given
+
+    def _to_nvme(self) -> SpilledGradients:
+        """The writer of gradients to NVMe; nothing else uses the slots."""
+        if self._spilled is None:
+            room, host, of_gradients = self._room, self._locations.host, self._slots.of_gradients
+            after_copies = host.memory.after_copies if host is not None else None
+            assert (after_copies is None) == (host is None)  # NVMe behind an accelerator is refused
+            params = self._locations.params
+            self._spilled = SpilledGradients(params, room.arena, of_gradients, room.allocate, after_copies)
+        self._slots.wait()
+        return self._spilled
+
+    def arrival(self) -> Callable[[], None]:
+        """A function that waits for the gradients that are on their way to the host now."""
+        return self._locations.hosted.arrival()
+
+    def wait_for_nvme(self) -> None:
+        """Return when those that go to NVMe are there.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        if self._spilled is not None:
+            self._spilled.wait()
+
+    def wait(self) -> None:
+        """Return when all that :meth:`spill` began is done.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        if self._locations.host is not None:
+            self._locations.host.wait_for_gradients()
+        self.wait_for_nvme()
+
+    def abandon(self) -> None:
+        """A program failed: wait for what it wrote, whatever becomes of it."""
+        if self._spilled is not None:
+            self._spilled.abandon()
+
+    def reclaim(self) -> None:
+        """Free the extents of gradients that nobody holds."""
+        if self._spilled is not None:
+            self._spilled.reclaim(all_of_them=True)
+
+    def home(self, block: Block) -> tuple[Extent, int] | None:
+        """Where the last gradients of ``block`` are, and the address of their mapping; None where they are in memory,
+        or nobody holds them."""
+        return self._spilled.home(block) if self._spilled is not None else None
+
+    def stay(self, block: Block) -> bool:
+        """Whether the gradients of ``block`` are on a device that has another memory than the host, which updates."""
+        return self._locations.host is not None and self.homes[block] == "device"
+
+    def squares(self, address: int) -> list[float] | None:
+        """Sums of squares of the gradient at ``address`` (see :mod:`~zerograph.runtime.homes.spilled`); else None."""
+        if self._spilled is None:
+            return None
+        self._slots.wait()
+        return self._spilled.squares(address)
+
+    @property
+    def spills(self) -> bool:
+        """Whether gradients go to NVMe."""
+        return self._spilled is not None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on NVMe."""
+        return self._spilled.bytes if self._spilled is not None else 0
