@@ -63,7 +63,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("joint", recompute),
     # the partitioner splits it
     Pass("pair", order_saved),
-    # before anything looks at who reads what last, and in which visit
+    # before anything looks at who reads what last, and in which interval
     Pass("pair", hoist),
     Pass("pair", offload),
     # before gathers, whose buckets are freed behind their last tile

@@ -1,7 +1,7 @@
 """Fetch the shards of buckets whose parameters live off the device, before they are gathered.
 
-Stands behind the pass ``prefetch``: the fetch begins where that put the gather, up to ``plan.prefetch`` visits early,
-and the gather follows where its bucket is needed,
+Stands behind the pass ``prefetch``: the fetch begins where that put the gather, up to ``plan.prefetch`` intervals
+early, and the gather follows where its bucket is needed,
 
     pending = zg.fetch(shards, bucket); ...; here = zg.wait_fetch(pending, shards, bucket); zg.gather(here, bucket)
 

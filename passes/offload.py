@@ -29,7 +29,7 @@ from zerograph.core.plan import Plan
 from zerograph.core.step import layer_of_activation
 from zerograph.graph.costs import bytes_of, memory_owner
 from zerograph.graph.layers import layer_of_node, layer_starts
-from zerograph.graph.nodes import Activation, Pair, Saved, call, output_of, positions
+from zerograph.graph.nodes import Activation, Pair, SavedFact, call, output_of, positions
 from zerograph.graph.ops import FETCH_SAVED, SPILL_SAVED, UNSHARD, WAIT_FETCH_SAVED
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class _Return:
 
     away: list[fx.Node]
     readers: list[list[fx.Node]]
-    fact: Saved
+    fact: SavedFact
     pending: fx.Node | None = None
 
     @classmethod
@@ -164,7 +164,9 @@ class _Return:
                 reader.replace_input_with(tensor, back)
 
 
-def _together(owners: Sequence[fx.Node], groups: _Groups, tier_of: Mapping[str, Tier]) -> tuple[list[fx.Node], Saved]:
+def _together(
+    owners: Sequence[fx.Node], groups: _Groups, tier_of: Mapping[str, Tier]
+) -> tuple[list[fx.Node], SavedFact]:
     """The saved tensors that look at ``owners``, and the fact about them."""
     tensors, sizes, memory = list[fx.Node](), list[int](), list[int]()
     for owner in owners:
@@ -173,4 +175,4 @@ def _together(owners: Sequence[fx.Node], groups: _Groups, tier_of: Mapping[str, 
         sizes += [bytes_of(owner.meta["val"]), *[0] * (len(own) - 1)]
         tensors += own
     what = groups[owners[0]][1]
-    return tensors, Saved(what, tier_of[what], tuple(sizes), tuple(memory))
+    return tensors, SavedFact(what, tier_of[what], tuple(sizes), tuple(memory))

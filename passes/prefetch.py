@@ -1,8 +1,8 @@
-"""Start each gather up to ``plan.prefetch`` visits before its bucket is needed, or as few as its bucket says.
+"""Start each gather up to ``plan.prefetch`` intervals before its bucket is needed, or as few as its bucket says.
 
-Moves ``zg.gather`` nodes up to the start of an earlier visit, after that visit's frees, and those of the first visit to
-the very start. Safe because a gather reads only shards, which do not change within a graph; never moves one so early
-that more than ``prefetch + 1`` buckets would be whole.
+Moves ``zg.gather`` nodes up to the start of an earlier interval, after that interval's frees, and those of the first
+interval to the very start. Safe because a gather reads only shards, which do not change within a graph; never moves one
+so early that more than ``prefetch + 1`` buckets would be whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
 
 
 def _ends(graph: fx.Graph, waits: list[fx.Node]) -> list[int]:
-    """For each visit, the number of the visit at whose start it is freed."""
+    """For each interval, the number of the interval at whose start it is freed."""
     end = {wait: len(waits) for wait in waits}
     index = 0
     for node in graph.nodes:

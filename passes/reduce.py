@@ -16,8 +16,8 @@ from torch import fx
 from zerograph.core.plan import Bucket, Plan
 from zerograph.graph.layers import layer_starts
 from zerograph.graph.nodes import (
+    BucketFact,
     Marker,
-    Transfer,
     call,
     markers,
     move_users_after,
@@ -35,7 +35,7 @@ def reduce(gm: fx.GraphModule, plan: Plan) -> int:
     if not groups:
         return 0
     places, bucket_of = _places(gm.graph, groups), plan.bucket_of()
-    under_way: list[tuple[fx.Node, list[Marker], Transfer]] = []
+    under_way: list[tuple[fx.Node, list[Marker], BucketFact]] = []
     for group, place in zip(groups, places, strict=True):
         with gm.graph.inserting_before(place):
             if len(under_way) == plan.reductions:
@@ -91,7 +91,7 @@ def _is_instruction(node: fx.Node) -> bool:
     return node.target in INSTRUCTIONS
 
 
-def _start(graph: fx.Graph, bucket: Bucket, group: list[Marker]) -> tuple[fx.Node, list[Marker], Transfer]:
+def _start(graph: fx.Graph, bucket: Bucket, group: list[Marker]) -> tuple[fx.Node, list[Marker], BucketFact]:
     transfer = transfer_of(group, bucket)
     grads = [m.source for m in group]
     start = call(graph, REDUCE, (grads, *transfer.part), grads[0].meta["val"].new_empty(0), group[0].node)
@@ -99,7 +99,7 @@ def _start(graph: fx.Graph, bucket: Bucket, group: list[Marker]) -> tuple[fx.Nod
     return start, group, transfer
 
 
-def _finish(graph: fx.Graph, start: fx.Node, group: list[Marker], transfer: Transfer) -> None:
+def _finish(graph: fx.Graph, start: fx.Node, group: list[Marker], transfer: BucketFact) -> None:
     vals = [m.node.meta["val"] for m in group]
     wait = call(graph, WAIT_REDUCE, (start, start.args[0], *transfer.part), vals, group[0].node)
     wait.meta["zg"] = transfer

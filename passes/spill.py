@@ -17,7 +17,7 @@ import operator
 from torch import fx
 
 from zerograph.core.plan import Bucket, Plan
-from zerograph.graph.nodes import Transfer, call, move_users_after
+from zerograph.graph.nodes import BucketFact, call, move_users_after
 from zerograph.graph.ops import SPILL, WAIT_REDUCE
 
 
@@ -35,7 +35,7 @@ def spill(gm: fx.GraphModule, plan: Plan) -> int:
 
 
 def _spill(graph: fx.Graph, wait: fx.Node, bucket: Bucket) -> bool:
-    transfer: Transfer = wait.meta["zg"]
+    transfer: BucketFact = wait.meta["zg"]
     # What every rank holds whole stays on the device.
     results = sorted((n for n in wait.users if transfer.params[n.args[1]].sharded), key=lambda n: n.args[1])  # type: ignore[index, arg-type, return-value]
     if not results:
@@ -45,7 +45,7 @@ def _spill(graph: fx.Graph, wait: fx.Node, bucket: Bucket) -> bool:
         return True
     with graph.inserting_after(max(wait.users)):
         node = call(graph, SPILL, (results, bucket.index), [n.meta["val"] for n in results], wait)
-    node.meta["zg"] = Transfer(bucket.index, tuple(transfer.params[n.args[1]] for n in results))  # type: ignore[index]
+    node.meta["zg"] = BucketFact(bucket.index, tuple(transfer.params[n.args[1]] for n in results))  # type: ignore[index]
     place = node
     for k, result in enumerate(results):
         with graph.inserting_after(place):
@@ -56,7 +56,7 @@ def _spill(graph: fx.Graph, wait: fx.Node, bucket: Bucket) -> bool:
     return True
 
 
-def _spill_tile(graph: fx.Graph, result: fx.Node, transfer: Transfer) -> None:
+def _spill_tile(graph: fx.Graph, result: fx.Node, transfer: BucketFact) -> None:
     """To where the tiles before it went, in place of what puts it beside them here."""
     (place,) = result.users
     _, into, *_ = place.args

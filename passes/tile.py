@@ -10,7 +10,7 @@ up. For W's gradient it computes rows, which are reduced alone and placed in the
 For ``embedding(W, ids)`` a tile computes a term too: the rows that it has, and zeros for all others.
 
 Offsets are arguments of ``zg::`` operators and never lie in segments, so that tiles of one size share one. The markers
-of a tile bear a :class:`~zerograph.graph.nodes.Tile`, by which the passes behind treat it as a bucket. Safe because
+of a tile bear a :class:`~zerograph.graph.nodes.TileFact`, by which the passes behind treat it as a bucket. Safe because
 columns of a product are products, and sums differ in their order only; rows that the last shards lack are zeros, and
 cut off. Runs on forward, backward and inference graph by themselves, so that the partitioner sees what it always does.
 """
@@ -25,10 +25,10 @@ from torch import fx
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
-from zerograph.graph.nodes import Marker, Tile, added, call, computed, markers, part_of
+from zerograph.graph.nodes import Marker, TileFact, added, call, computed, markers, part_of
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import (
-    Part,
+    GradientTerm,
     is_cast,
     is_gradient_of_lookup,
     is_sum,
@@ -55,9 +55,9 @@ def tile(gm: fx.GraphModule, plan: Plan) -> int:
     reduced = [m for m in markers(gm.graph, REDUCE_GRAD) if m.name in tiled and m.tile is None]
     inserted = 0
     for marker in read:
-        inserted += _Tiles(gm.graph, tiled[marker.name], plan.world_size, marker).use()
+        inserted += _RowTiles(gm.graph, tiled[marker.name], plan.world_size, marker).use()
     for marker in reduced:
-        inserted += _Tiles(gm.graph, tiled[marker.name], plan.world_size, marker).reduce()
+        inserted += _RowTiles(gm.graph, tiled[marker.name], plan.world_size, marker).reduce()
     if read or reduced:
         gm.graph.eliminate_dead_code()
         gm.graph.lint()
@@ -65,7 +65,7 @@ def tile(gm: fx.GraphModule, plan: Plan) -> int:
     return inserted
 
 
-class _Tiles:
+class _RowTiles:
     """The tiles of one parameter, in place of ``marker``."""
 
     def __init__(self, graph: fx.Graph, bucket: Bucket, ranks: int, marker: Marker) -> None:
@@ -107,7 +107,7 @@ class _Tiles:
                 rows = [shape[0] if by_columns else param.end - param.begin, *param.shape[1:]]
                 val = marker.node.meta["val"].new_empty(rows)
                 node = call(self.graph, REDUCE_GRAD, (part, rows, *marker.node.args[2:]), val, self.like)
-                node.meta["zg"] = Tile(index, param)
+                node.meta["zg"] = TileFact(index, param)
                 if by_columns:
                     into = self._place_columns(node, into, param)
                 else:
@@ -135,7 +135,7 @@ class _Tiles:
             val = self.marker.node.meta["val"].new_empty(param.shape)
             args = (self.marker.source, list(param.shape), *spec)
             node = call(self.graph, UNSHARD, args, val, self.marker.node)
-            node.meta["zg"] = Tile(index, param)
+            node.meta["zg"] = TileFact(index, param)
             yield param, node
 
     def _columns(self, product: fx.Node) -> fx.Node:
@@ -191,7 +191,7 @@ class _Tiles:
         same = summed.meta["val"].dtype == dtype
         return summed if same else self._call(prims.convert_element_type.default, summed, dtype)
 
-    def _of_term(self, term: Part) -> Callable[[ParamTile], fx.Node]:
+    def _of_term(self, term: GradientTerm) -> Callable[[ParamTile], fx.Node]:
         """The function that makes a tile of a gradient's product or lookup; nodes that tiles share are made here."""
         if is_gradient_of_lookup(term.node):
             return self._rows_of_lookup(term.node)
@@ -229,10 +229,10 @@ class _Tiles:
         return rows
 
     def _rows(
-        self, parts: list[Part], param: ParamTile, terms: Mapping[Part, Callable[[ParamTile], fx.Node]]
+        self, parts: list[GradientTerm], param: ParamTile, terms: Mapping[GradientTerm, Callable[[ParamTile], fx.Node]]
     ) -> fx.Node:
         """A tile of the gradient, or of its transpose, that ``parts`` make, the last of them."""
-        made = dict[Part, fx.Node]()
+        made = dict[GradientTerm, fx.Node]()
         for part in parts:
             given = [made[source] for source in part.sources]
             if part in terms:

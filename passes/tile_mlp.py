@@ -25,7 +25,7 @@ from torch import fx
 
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
 from zerograph.graph.middle import Gathered, Middle, middle_of
-from zerograph.graph.nodes import Marker, Tile, added, aten, call, computed, is_view, move_needed_before
+from zerograph.graph.nodes import Marker, TileFact, added, aten, call, computed, is_view, move_needed_before
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.graph.shares import Shares
 from zerograph.graph.token_region import PRODUCTS, SIZED, NotByToken
@@ -86,7 +86,7 @@ class _Loops:
             sources = dict.fromkeys((source, dim) for (_, source), dim in cut.items())
             wide = {one: self._wide(*one) for one in sources}
             for index in range(self.count):
-                _Tile(self, index, order, wide).write(into)
+                _HiddenTile(self, index, order, wide).write(into)
             made = {node: self._whole(node, into[node]) for node in exits}
         for node, whole in made.items():
             self._replace(node, whole)
@@ -151,7 +151,7 @@ class _Loops:
         return node if node in self.weights else None
 
 
-class _Tile:
+class _HiddenTile:
     """One tile of a loop."""
 
     def __init__(
@@ -209,7 +209,7 @@ class _Tile:
             _, _, *spec = source.args
             val = source.meta["val"].new_empty(param.shape)
             tile = call(self.graph, UNSHARD, (marker.source, list(param.shape), *spec), val, source)
-            tile.meta["zg"] = Tile(self.index, param)
+            tile.meta["zg"] = TileFact(self.index, param)
             self.copies[source] = self.shares.cut(tile, dim, self.begin, self.end)
         return self.copies[source]
 
@@ -223,7 +223,7 @@ class _Tile:
         val = node.meta["val"].new_empty(own)
         grad = self.shares.padded(grad, dim, self.begin, self.end)
         tile = call(self.graph, REDUCE_GRAD, (grad, own, *spec), val, node)
-        tile.meta["zg"] = Tile(self.index, param)
+        tile.meta["zg"] = TileFact(self.index, param)
         if dim == 1:
             return self.shares.place(tile, into, dim, self.begin, self.end)
         whole = node.meta["val"]

@@ -25,7 +25,7 @@ from zerograph.runtime.buffers import Full, allocate_full, torch_dtype
 from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
 from zerograph.runtime.comm.rendezvous import Rendezvous
-from zerograph.runtime.comm.waiting import Wait
+from zerograph.runtime.comm.waiting import BegunWait
 from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, second_group
 
 # Renamed in torch 2.13, which warns about the old names.
@@ -318,7 +318,7 @@ class GroupCommunicator:
             assert self.rendezvous is not None
             # gloo does not say which ranks have not come.
             others = [rank for rank in range(self.world_size) if rank != self.rank]
-            with Wait(self.rendezvous, self._doing, lambda: others) as wait:
+            with BegunWait(self.rendezvous, self._doing, lambda: others) as wait:
                 while not self._ends_soon(flight):
                     wait.look()
         self._flying.discard(flight)

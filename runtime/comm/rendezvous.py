@@ -50,7 +50,7 @@ import torch.distributed as dist
 from zerograph.runtime.comm.peers import NOTICE, POLL, Peers
 from zerograph.runtime.comm.roster import Process, Roster
 from zerograph.runtime.comm.store_client import StoreLost
-from zerograph.runtime.comm.waiting import Wait
+from zerograph.runtime.comm.waiting import BegunWait
 from zerograph.runtime.torch_private import default_store, timeout_of
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Rendezvous(Peers):
             missing[:] = [rank for rank in missing if not self.store.has(keys[rank])]
             return missing
 
-        with Wait(self, doing, still_missing, question=question or doing, heed=heed) as wait:
+        with BegunWait(self, doing, still_missing, question=question or doing, heed=heed) as wait:
             while True:
                 # One rank at a time: each question is a message to the store's server, which serves all ranks.
                 while missing and self.store.has(keys[missing[0]]):

@@ -30,7 +30,7 @@ from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dty
 from zerograph.runtime.comm.entry import Entry, describe_difference
 from zerograph.runtime.comm.rendezvous import Rendezvous, shared
 from zerograph.runtime.comm.store_client import StoreLost
-from zerograph.runtime.comm.waiting import LOOK, Wait
+from zerograph.runtime.comm.waiting import LOOK, BegunWait
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class SharedMemoryCommunicator:
             if _in_time(finish, first):
                 return
             missing = partial(self.mailbox.missing, ticket)
-            with Wait(self.rendezvous, self._doing(verb, params), missing, waited=first) as wait:
+            with BegunWait(self.rendezvous, self._doing(verb, params), missing, waited=first) as wait:
                 wait.look()
                 while not _in_time(finish, LOOK):
                     wait.look()

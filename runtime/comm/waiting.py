@@ -28,7 +28,7 @@ BEATS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WaitedPlace:
     """Where a rank has waited for long.
 
     Attributes:
@@ -43,7 +43,7 @@ class Place:
     question: str
     doing: str
 
-    def deadlocks_with(self, other: Place) -> bool:
+    def deadlocks_with(self, other: WaitedPlace) -> bool:
         """Whether each waits for what the other does only afterwards.
 
         Ranks that are in programs need not be: a fast rank may be one ahead, and programs are compared when they begin.
@@ -55,7 +55,7 @@ class Place:
         return bool(asking.question) and asking.program < running.program
 
 
-class Wait:
+class BegunWait:
     """A wait that has begun; as a context it tells the others when it ends."""
 
     def __init__(
@@ -77,12 +77,12 @@ class Wait:
             waited: seconds so far.
         """
         self.peers, self.doing, self.missing, self.heed = peers, doing, missing, heed
-        self.place = Place(peers.rank, peers.programs, question, doing)
+        self.place = WaitedPlace(peers.rank, peers.programs, question, doing)
         self.start = time.monotonic() - waited
         self._next_look, self._noticed, self._posted = 0.0, False, False
         self._beats, self._beat_at = 0, -math.inf
 
-    def __enter__(self) -> Wait:
+    def __enter__(self) -> BegunWait:
         self.peers.waits += 1
         return self
 
@@ -122,7 +122,7 @@ class Wait:
             self._noticed, self._beats = True, self.peers.store.count("beats")
             self.peers.notice(self.doing, missing, waited)
         if self.heed:
-            first = Place(*json.loads(self.peers.store.first(self._key, json.dumps(astuple(self.place)))))
+            first = WaitedPlace(*json.loads(self.peers.store.first(self._key, json.dumps(astuple(self.place)))))
             self._posted = first == self.place
             if self.place.deadlocks_with(first):
                 raise self.peers.differ(describe_deadlock(self.place.rank, self.doing, first.rank, first.doing))

@@ -18,7 +18,7 @@ _APART = 64
 """Elements: each shard begins at a multiple, where vector loads are aligned."""
 
 
-class Run(NamedTuple):
+class ShardRun(NamedTuple):
     """Shards of a block that lie next to each other, from one element to another: one transfer moves them."""
 
     begin: int
@@ -53,7 +53,7 @@ class Block:
             end += -(-count // _APART) * _APART
         return cls(name, dtype, begins, ends, -(-end // UNIT) * UNIT)
 
-    def runs(self, names: Collection[str]) -> Iterator[Run]:
+    def runs(self, names: Collection[str]) -> Iterator[ShardRun]:
         """``names`` in as few runs as can be; a run that ends with the block has its padding too."""
         run: list[str] = []
         wanted = set(names)
@@ -61,20 +61,20 @@ class Block:
             if name in wanted:
                 run.append(name)
             elif run:
-                yield Run(self.begins[run[0]], self.begins[name], tuple(run))
+                yield ShardRun(self.begins[run[0]], self.begins[name], tuple(run))
                 run = []
         if run:
-            yield Run(self.begins[run[0]], self.elements, tuple(run))
+            yield ShardRun(self.begins[run[0]], self.elements, tuple(run))
 
-    def reads(self, names: Collection[str]) -> list[Run]:
+    def reads(self, names: Collection[str]) -> list[ShardRun]:
         """``names`` in runs of whole units, with what little lies between."""
-        found: list[Run] = []
+        found: list[ShardRun] = []
         for run in self.runs(names):
             begin, end = run.begin // UNIT * UNIT, -(-run.end // UNIT) * UNIT
             if found and begin - found[-1].end <= _BETWEEN:
-                found[-1] = Run(found[-1].begin, end, found[-1].names + run.names)
+                found[-1] = ShardRun(found[-1].begin, end, found[-1].names + run.names)
             else:
-                found.append(Run(begin, end, run.names))
+                found.append(ShardRun(begin, end, run.names))
         return found
 
 
@@ -82,7 +82,7 @@ _BETWEEN = 2**16
 """Elements that are read in vain rather than by a transfer of its own for what lies behind them."""
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """Where the states of a parameter are."""
 
     block: Block

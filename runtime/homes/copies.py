@@ -10,7 +10,7 @@ from torch import Tensor
 from zerograph.core.plan import Update
 from zerograph.runtime.homes.hosted import Copy
 from zerograph.runtime.homes.locations import COPY, PARAMETER, Locations
-from zerograph.runtime.homes.room import Room
+from zerograph.runtime.homes.room import ArenaRoom
 from zerograph.runtime.homes.slots import Slots
 from zerograph.runtime.torch_private import local_tensor, versions
 
@@ -22,7 +22,7 @@ class Copies:
         updates: where what is on the host is updated, there or on the device.
     """
 
-    def __init__(self, room: Room, locations: Locations, slots: Slots) -> None:
+    def __init__(self, room: ArenaRoom, locations: Locations, slots: Slots) -> None:
         self._room, self._locations, self._slots = room, locations, slots
         self._copies: dict[str, Copy] = {}  # by parameter
         self.updates: Update = "host"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.locations import Locations
-from zerograph.runtime.homes.room import Room
+from zerograph.runtime.homes.room import ArenaRoom
 from zerograph.runtime.homes.store import mapped_tensor
 from zerograph.runtime.torch_private import local_tensor, set_local
 
@@ -16,7 +16,7 @@ from zerograph.runtime.torch_private import local_tensor, set_local
 class EarlyParameters:
     """Extents of their own, one for each."""
 
-    def __init__(self, room: Room, locations: Locations, reclaim: Callable[[], None]) -> None:
+    def __init__(self, room: ArenaRoom, locations: Locations, reclaim: Callable[[], None]) -> None:
         """``reclaim`` frees extents that nobody maps."""
         self._room, self._locations, self._reclaim = room, locations, reclaim
         self._extents: dict[int, Extent] = {}  # by the address of its mapping

@@ -13,13 +13,13 @@ from zerograph.core.plan import Param, ParamTile
 from zerograph.core.program import Program
 from zerograph.runtime.buffers import BufferPool, tile_of
 from zerograph.runtime.delayed import ForwardUpdate
-from zerograph.runtime.homes.blocks import UNIT, Block, Run
+from zerograph.runtime.homes.blocks import UNIT, Block, ShardRun
 from zerograph.runtime.homes.copies import Copies
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.host import Transfer
 from zerograph.runtime.homes.locations import Locations
 from zerograph.runtime.homes.nvme import Priority, Ticket, huge_tensor
-from zerograph.runtime.homes.room import Room
+from zerograph.runtime.homes.room import ArenaRoom
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Fetches:
         following: updates that end inside of the next forward, and have not yet: a gather waits for its own.
     """
 
-    def __init__(self, room: Room, locations: Locations, copies: Copies) -> None:
+    def __init__(self, room: ArenaRoom, locations: Locations, copies: Copies) -> None:
         self._room, self._locations, self._copies = room, locations, copies
         self._buffers = BufferPool(huge_tensor)
         self._order: dict[str, int] = {}  # by parameter, in the order in which forwards first gather them
@@ -146,7 +146,7 @@ class Fetches:
         return fetch.shards
 
     def _read(
-        self, extent: Extent, block: Block, dtype: torch.dtype, run: Run, under_way: list[Ticket]
+        self, extent: Extent, block: Block, dtype: torch.dtype, run: ShardRun, under_way: list[Ticket]
     ) -> dict[str, Tensor]:
         memory = self._buffers.take((run.end - run.begin) * dtype.itemsize).view(dtype)
         under_way.append(self._room.arena.read(extent, memory, Priority.now, offset=run.begin * dtype.itemsize))

@@ -13,19 +13,19 @@ from zerograph.runtime.buffers import tile_of
 from zerograph.runtime.homes.blocks import Block
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.locations import Locations
-from zerograph.runtime.homes.room import Room
+from zerograph.runtime.homes.room import ArenaRoom
 from zerograph.runtime.homes.slots import Slots
 from zerograph.runtime.homes.spilled import SpilledGradients
 
 
-class Gradients:
+class GradientHome:
     """Moves gradients, and knows where the last ones are.
 
     Attributes:
         homes: where those of a block's parameters go.
     """
 
-    def __init__(self, room: Room, locations: Locations, slots: Slots) -> None:
+    def __init__(self, room: ArenaRoom, locations: Locations, slots: Slots) -> None:
         self._room, self._locations, self._slots = room, locations, slots
         self._spilled: SpilledGradients | None = None
         self.homes: dict[Block, Tier] = {}

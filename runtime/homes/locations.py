@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from zerograph.runtime.homes.blocks import Block, Place
+from zerograph.runtime.homes.blocks import Block, StatePlace
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.hosted import HostShards
 from zerograph.runtime.torch_private import local_tensor
@@ -79,11 +79,11 @@ class Locations:
         beside = (name for block in blocks if block in self.parameters for name in block.begins)
         return [self.params[name] for name in beside if name not in own]
 
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, StatePlace]:
         """Where the states of parameters are that have left the device, by ``id`` of the parameter."""
         blocks = self.blocks
         return {
-            id(p): Place(blocks[name], blocks[name].begins[name])
+            id(p): StatePlace(blocks[name], blocks[name].begins[name])
             for name, p in self.params.items()
             if name in blocks and p.requires_grad
         }

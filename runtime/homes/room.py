@@ -13,7 +13,7 @@ from zerograph.runtime.homes.nvme import Arena
 log = logging.getLogger(__name__)
 
 
-class Room:
+class ArenaRoom:
     """The arena, and those of its extents that are given back by themselves.
 
     Attributes:

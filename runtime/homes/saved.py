@@ -43,7 +43,7 @@ def room_for(program: Program) -> int:
     return sum(map(_aligned, homes.values()))
 
 
-class _Span(NamedTuple):
+class _SharedBytes(NamedTuple):
     """The bytes of one memory that some of a list of tensors look at, and their places in the list."""
 
     bytes: Tensor
@@ -59,7 +59,7 @@ class Returning(NamedTuple):
     copies: list[Transfer]
 
 
-class _Slot(NamedTuple):
+class _SavedExtent(NamedTuple):
     """An extent and where it is."""
 
     arena: Arena
@@ -83,8 +83,8 @@ class SavedActivations:
         self._host = host
         self.arenas: list[Arena] = []
         self.room = 0
-        self._slots: dict[int, list[_Slot]] = {}  # by bytes
-        self._at: dict[int, _Slot] = {}  # by the address of its mapping
+        self._slots: dict[int, list[_SavedExtent]] = {}  # by bytes
+        self._at: dict[int, _SavedExtent] = {}  # by the address of its mapping
         self._on_host: dict[int, list[Tensor]] = {}  # by size
         self._copies: deque[list[Transfer]] = deque()  # to the host, by layer
         self._writes: deque[list[Callable[[], None]]] = deque()  # each waits for one
@@ -133,7 +133,7 @@ class SavedActivations:
         self._writes[-1].append(self._write(slot, source))
         return home
 
-    def _write(self, slot: _Slot, source: Tensor) -> Callable[[], None]:
+    def _write(self, slot: _SavedExtent, source: Tensor) -> Callable[[], None]:
         """Begin to write ``source``, which may be on its way to the host; returns what waits for that."""
         host = self._host()
         if host is None:
@@ -148,7 +148,7 @@ class SavedActivations:
 
         return written
 
-    def _free_slot(self, size: int) -> _Slot | None:
+    def _free_slot(self, size: int) -> _SavedExtent | None:
         """Room for ``size`` bytes; None where there is none, which is told once."""
         found = next((slot for slot in self._slots.get(size, ()) if slot.is_free), None)
         if found is not None:
@@ -169,16 +169,16 @@ class SavedActivations:
             )
         return None
 
-    def _new_slot(self, size: int) -> _Slot | None:
+    def _new_slot(self, size: int) -> _SavedExtent | None:
         if self.bytes + _aligned(size) <= self.room:
             for arena in self.arenas:
                 with contextlib.suppress(StorageError):  # full, or in pieces
-                    return _Slot(arena, arena.allocate(size))
+                    return _SavedExtent(arena, arena.allocate(size))
         return None
 
     def let_go(self) -> None:
         """Free the extents in which nothing waits."""
-        kept: dict[int, list[_Slot]] = {}
+        kept: dict[int, list[_SavedExtent]] = {}
         for size, slots in self._slots.items():
             for slot in slots:
                 if slot.is_free:
@@ -275,7 +275,7 @@ class SavedActivations:
         slots = (slot for slots in self._slots.values() for slot in slots)
         return sum(slot.extent.room for slot in slots)
 
-    def _slot_of(self, memory: Tensor) -> _Slot | None:
+    def _slot_of(self, memory: Tensor) -> _SavedExtent | None:
         """The slot that ``memory`` maps; None where it is something else."""
         address = memory.untyped_storage().data_ptr()
         slot = self._at.get(address)
@@ -299,7 +299,7 @@ def _wait_for(reads: Iterable[tuple[Arena, Ticket]]) -> None:
         arena.wait(ticket)
 
 
-def _spans(tensors: Iterable[Tensor]) -> Iterator[_Span]:
+def _spans(tensors: Iterable[Tensor]) -> Iterator[_SharedBytes]:
     """Each memory that ``tensors`` look at, from the first byte to the last; what is empty has none."""
     found: dict[int, tuple[int, int, list[int]]] = {}
     tensors = list(tensors)
@@ -314,7 +314,7 @@ def _spans(tensors: Iterable[Tensor]) -> Iterator[_Span]:
     for begin, end, members in found.values():
         begin -= begin % _WIDEST  # so that elements of any dtype begin at whole ones of it
         storage = tensors[members[0]].untyped_storage()
-        yield _Span(_looking_at(storage, torch.uint8).set_(storage, begin, (end - begin,), (1,)), members)
+        yield _SharedBytes(_looking_at(storage, torch.uint8).set_(storage, begin, (end - begin,), (1,)), members)
 
 
 def _looking_at(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
@@ -325,7 +325,7 @@ def _looking_at(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
 _WIDEST = torch.complex128.itemsize
 
 
-def _stays(tensors: Sequence[Tensor], span: _Span) -> bool:
+def _stays(tensors: Sequence[Tensor], span: _SharedBytes) -> bool:
     """Whether one of them is the imaginary part of a conjugate: no public operator makes such a view of a copy."""
     return any(tensors[k].is_neg() for k in span.members)
 

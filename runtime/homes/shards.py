@@ -31,14 +31,14 @@ from zerograph.runtime.homes.copies import Copies
 from zerograph.runtime.homes.early import EarlyParameters
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.fetches import Fetches
-from zerograph.runtime.homes.gradients import Gradients
+from zerograph.runtime.homes.gradients import GradientHome
 from zerograph.runtime.homes.hosted import Copy
 from zerograph.runtime.homes.locations import COPY, PARAMETER, Locations
 from zerograph.runtime.homes.nvme import Arena
-from zerograph.runtime.homes.room import Room
+from zerograph.runtime.homes.room import ArenaRoom
 from zerograph.runtime.homes.saved import SavedActivations
 from zerograph.runtime.homes.slots import Slots
-from zerograph.runtime.homes.states import States
+from zerograph.runtime.homes.states import StateHome
 from zerograph.runtime.homes.store import mapped_tensor
 from zerograph.runtime.torch_private import local_tensor, set_local, versions
 
@@ -64,12 +64,12 @@ class ShardStore:
         """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many
         bytes, None where there may be no more."""
         self.locations = Locations(params)
-        self.room = Room(open_arena, self._reclaim)
+        self.room = ArenaRoom(open_arena, self._reclaim)
         self.slots = Slots(self.room, self.locations, self.wait_for_gradients)
-        self.gradients = Gradients(self.room, self.locations, self.slots)
+        self.gradients = GradientHome(self.room, self.locations, self.slots)
         self.copies = Copies(self.room, self.locations, self.slots)
         self.fetches = Fetches(self.room, self.locations, self.copies)
-        self.states = States(self.room, self.slots)
+        self.states = StateHome(self.room, self.slots)
         self.early = EarlyParameters(self.room, self.locations, self.states.reclaim)
         self.saved = SavedActivations(lambda: self.locations.host.memory if self.locations.host is not None else None)
         self.unsettled: set[DelayedUpdate] = set()

@@ -14,7 +14,7 @@ from zerograph.runtime.homes.background import Background
 from zerograph.runtime.homes.blocks import UNIT
 from zerograph.runtime.homes.locations import Locations
 from zerograph.runtime.homes.nvme import huge_tensor
-from zerograph.runtime.homes.room import Room
+from zerograph.runtime.homes.room import ArenaRoom
 
 
 class ReadsAhead(Protocol):
@@ -30,7 +30,7 @@ class ReadsAhead(Protocol):
 class Slots:
     """A ring of buffers, a thread that works with it, and the update that reads ahead into it."""
 
-    def __init__(self, room: Room, locations: Locations, arrived: Callable[[], None]) -> None:
+    def __init__(self, room: ArenaRoom, locations: Locations, arrived: Callable[[], None]) -> None:
         """``arrived`` waits for the gradients that are on their way through the last slot."""
         self._room, self._locations, self._arrived = room, locations, arrived
         self._ring: list[Tensor] = []

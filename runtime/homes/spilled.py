@@ -20,7 +20,7 @@ from torch import Tensor
 import zerograph._core as _core
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import ParamTile
-from zerograph.runtime.homes.blocks import UNIT, Block, Run
+from zerograph.runtime.homes.blocks import UNIT, Block, ShardRun
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.host import AfterCopies
 from zerograph.runtime.homes.nvme import Arena, Ticket, huge_tensor
@@ -116,7 +116,7 @@ class SpilledGradients:
             if sums is not None and before % PIECE == 0:
                 self._sums[name] = sums + _squares(self._flat(name, grad))
         begin = block.begins[name] + before
-        run = Run(begin, begin + grad.numel(), (name,))
+        run = ShardRun(begin, begin + grad.numel(), (name,))
         self._begin(partial(self._move, block, extent, run, {name: begin}, {name: grad}, add=adds))
         return given
 
@@ -255,7 +255,7 @@ class SpilledGradients:
         self,
         block: Block,
         extent: Extent,
-        run: Run,
+        run: ShardRun,
         begins: Mapping[str, int],
         grads: Mapping[str, Tensor],
         *,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerograph.runtime.homes.blocks import Block, Place
+from zerograph.runtime.homes.blocks import Block, StatePlace
 from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.room import Room
+from zerograph.runtime.homes.room import ArenaRoom
 from zerograph.runtime.homes.slots import Slots
 from zerograph.runtime.homes.store import mapped_tensor
 
@@ -26,16 +26,18 @@ class _Kind:
     given: set[int] = field(default_factory=set)
 
 
-class States:
+class StateHome:
     """What each optimizer keeps there, while it lives."""
 
-    def __init__(self, room: Room, slots: Slots) -> None:
+    def __init__(self, room: ArenaRoom, slots: Slots) -> None:
         self._room, self._slots = room, slots
         # By bucket, name and dtype. Not by parameter and name alone: two optimizers may hold one parameter.
         self._kinds: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Block, str, torch.dtype], _Kind]]
         self._kinds = weakref.WeakKeyDictionary()
 
-    def of(self, owner: Optimizer, place: Place, name: str, dtype: torch.dtype, like: Tensor, fill: float) -> Tensor:
+    def of(
+        self, owner: Optimizer, place: StatePlace, name: str, dtype: torch.dtype, like: Tensor, fill: float
+    ) -> Tensor:
         """The state ``name`` that ``owner`` keeps of the parameter at ``place``, in the shape of ``like``.
 
         It is a mapping of its extent. Where there was none, ``fill`` is everywhere in it.
@@ -54,7 +56,7 @@ class States:
         kind.given.add(place.begin)
         return flat.as_strided(like.shape, like.stride())
 
-    def is_home(self, owner: Optimizer, place: Place, name: str, value: Tensor) -> bool:
+    def is_home(self, owner: Optimizer, place: StatePlace, name: str, value: Tensor) -> bool:
         """Whether ``value`` is the tensor that :meth:`of` gave."""
         kind, arena = self._kinds.get(owner, {}).get((place.block, name, value.dtype)), self._room.opened
         if kind is None or arena is None or not value.numel():

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerograph.runtime.kernels.tables import TRITON_DTYPES, Table, block_of, blocks, on, pointer, table
+from zerograph.runtime.kernels.tables import TRITON_DTYPES, NumberTable, block_of, blocks, on, pointer, table
 
 BLOCK = 1024
 """Elements of a program."""
@@ -88,7 +88,7 @@ def update(tensors: Tensors, rule: Rule, factor: float | Tensor = 1.0, nonfinite
         _launch(tensors, rule, packed, sizes)
 
 
-def _launch(tensors: Tensors, rule: Rule, packed: Table, sizes: tuple[int, ...]) -> None:
+def _launch(tensors: Tensors, rule: Rule, packed: NumberTable, sizes: tuple[int, ...]) -> None:
     device = packed.columns.device
     scalars = torch.empty(4, len(sizes), device=device)
     counted = (triton.cdiv(len(sizes), 128),)

@@ -28,7 +28,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-class Table(NamedTuple):
+class NumberTable(NamedTuple):
     """Numbers of each tensor of a list, on the device.
 
     Attributes:
@@ -44,7 +44,7 @@ class Table(NamedTuple):
 
 def table(
     addresses: Sequence[Sequence[int]], numbers: Sequence[Sequence[int]], shared: Sequence[float], device: torch.device
-) -> Table:
+) -> NumberTable:
     """Bring ``addresses`` and ``numbers``, the columns of the table in this order, to ``device`` in one copy.
 
     Args:
@@ -61,7 +61,7 @@ def table(
     columns.copy_(torch.tensor(rows, dtype=torch.int64))
     aligned = not bool((columns[: len(addresses)] % _VECTOR).any())
     there = sent.to(device, non_blocking=True)  # torch uses pinned memory again only once the copy has ended
-    return Table(there[len(shared) :].view(len(rows), -1), there[: len(shared)].view(torch.float64), aligned)
+    return NumberTable(there[len(shared) :].view(len(rows), -1), there[: len(shared)].view(torch.float64), aligned)
 
 
 @functools.lru_cache(maxsize=256)

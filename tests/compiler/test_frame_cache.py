@@ -31,7 +31,7 @@ import zerograph
 from zerograph import api
 from zerograph.compiler import driver, frame_cache
 from zerograph.compiler.frame import Frame
-from zerograph.compiler.frame_cache import Entry
+from zerograph.compiler.frame_cache import FrameFile
 from zerograph.compiler.frame_plan import Planner
 from zerograph.compiler.lowering import segments
 from zerograph.core.files.private_folder import PrivateFolder
@@ -144,10 +144,10 @@ def test_gradients_twice_over_one_graph(tmp_path: Path) -> None:
 
 def name(make: Callable[[], nn.Module] = small, ids: Tensor = IDS, within: Sequence[Any] = (), **options: Any) -> str:
     """Under which name the frame of a model is stored; empty where it is not."""
-    found = list[Entry]()
+    found = list[FrameFile]()
 
     def named(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
-        found.append(Entry.of(planner, frame, gm, inputs))
+        found.append(FrameFile.of(planner, frame, gm, inputs))
         return gm
 
     torch._dynamo.reset()

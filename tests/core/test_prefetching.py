@@ -5,23 +5,29 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.core.prefetching import Visit, gather_starts, gathers_by_start, visit_numbers, visits
+from zerograph.core.prefetching import (
+    UnshardedInterval,
+    gather_starts,
+    gathers_by_start,
+    interval_numbers,
+    unsharded_intervals,
+)
 
 USES = st.lists(st.integers(0, 4), max_size=14)
 
 
 def test_a_bucket_is_gathered_again_where_its_next_use_is_far() -> None:
-    assert visit_numbers([], 1) == []
-    assert visit_numbers([0, 0, 1, 0], 1) == [0, 0, 1, 0]
-    assert visit_numbers([0, 1, 2, 0], 1) == [0, 1, 2, 3]
-    assert visit_numbers([0, 1, 2, 0], 2) == [0, 1, 2, 0]
-    assert visit_numbers([0, 1, 1, 1, 0], 1) == [0, 1, 1, 1, 0], "uses between are counted by bucket"
-    assert visit_numbers([0, 1, 0], 0) == [0, 1, 2]
+    assert interval_numbers([], 1) == []
+    assert interval_numbers([0, 0, 1, 0], 1) == [0, 0, 1, 0]
+    assert interval_numbers([0, 1, 2, 0], 1) == [0, 1, 2, 3]
+    assert interval_numbers([0, 1, 2, 0], 2) == [0, 1, 2, 0]
+    assert interval_numbers([0, 1, 1, 1, 0], 1) == [0, 1, 1, 1, 0], "uses between are counted by bucket"
+    assert interval_numbers([0, 1, 0], 0) == [0, 1, 2]
 
 
 @given(USES, st.integers(0, 3))
 def test_visits_are_numbered_in_order_and_are_of_one_bucket(uses: list[int], prefetch: int) -> None:
-    numbers = visit_numbers(uses, prefetch)
+    numbers = interval_numbers(uses, prefetch)
     assert list(dict.fromkeys(numbers)) == list(range(len(set(numbers))))
     assert all(len({uses[i] for i, n in enumerate(numbers) if n == number}) == 1 for number in numbers)
     for i, number in enumerate(numbers):
@@ -31,7 +37,7 @@ def test_visits_are_numbered_in_order_and_are_of_one_bucket(uses: list[int], pre
 
 
 def test_a_gather_begins_as_far_ahead_as_others_leave_room() -> None:
-    ends = [1, 2, 3, 4]  # each is freed where the next visit begins
+    ends = [1, 2, 3, 4]  # each is freed where the next interval begins
     assert gather_starts("abcd", ends, 0) == [0, 1, 2, 3]
     assert gather_starts("abcd", ends, 1) == [0, 0, 1, 2]
     assert gather_starts("abcd", ends, 2) == [0, 0, 0, 1]
@@ -42,16 +48,16 @@ def test_a_gather_begins_as_far_ahead_as_others_leave_room() -> None:
 
 @given(USES, st.integers(0, 3), st.data())
 def test_never_more_buckets_are_whole_than_allowed(uses: list[int], prefetch: int, data: st.DataObject) -> None:
-    """Unless visits themselves need more at a time, as where several begin together."""
-    found = visits([(bucket,) for bucket in uses], range(len(uses)), prefetch)
+    """Unless intervals themselves need more at a time, as where several begin together."""
+    found = unsharded_intervals([(bucket,) for bucket in uses], range(len(uses)), prefetch)
     ahead = data.draw(st.lists(st.integers(0, prefetch), min_size=5, max_size=5))
     begun = gathers_by_start(found, prefetch, ahead)
-    starts = {visit: at for at, those in begun.items() for visit in those}
+    starts = {interval: at for at, those in begun.items() for interval in those}
     assert sorted(starts) == list(range(len(found)))
-    for i, visit in enumerate(found):
-        assert max(0, i - ahead[visit.bucket]) <= starts[i] <= i
+    for i, interval in enumerate(found):
+        assert max(0, i - ahead[interval.bucket]) <= starts[i] <= i
     for now in range(len(found)):
-        whole = [i for i, visit in enumerate(found) if starts[i] <= now < visit.freed]
+        whole = [i for i, interval in enumerate(found) if starts[i] <= now < interval.freed]
         needed = [i for i in whole if i <= now]
         assert len(whole) <= max(prefetch + 1, len(needed))
         assert len({found[i].bucket for i in whole}) == len(whole), "two gathers of one live bucket"
@@ -61,9 +67,16 @@ def test_a_visit_begins_with_its_layer() -> None:
     """Where a cut is free, if nothing in the layer is used before; else right before the first use."""
     uses = [(0,), (), (1,), (1, 2), ()]
     begins = [0, 1, 1, 1, 4]
-    assert visits(uses, begins, 1) == (Visit(0, 0, 0, 1), Visit(1, 1, 3, 3), Visit(2, 3, 3, 3))
+    assert unsharded_intervals(uses, begins, 1) == (
+        UnshardedInterval(0, 0, 0, 1),
+        UnshardedInterval(1, 1, 3, 3),
+        UnshardedInterval(2, 3, 3, 3),
+    )
 
 
 def test_what_is_read_by_the_last_piece_is_freed_at_the_end() -> None:
-    assert visits([], [], 1) == ()
-    assert visits([(0,), (1,), (0,)], [0, 1, 2], 1) == (Visit(0, 0, 2, 2), Visit(1, 1, 1, 2))
+    assert unsharded_intervals([], [], 1) == ()
+    assert unsharded_intervals([(0,), (1,), (0,)], [0, 1, 2], 1) == (
+        UnshardedInterval(0, 0, 2, 2),
+        UnshardedInterval(1, 1, 1, 2),
+    )

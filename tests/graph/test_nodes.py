@@ -11,7 +11,7 @@ from graphs import Builder, plan, show
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zerograph.graph import nodes
-from zerograph.graph.nodes import SPEC_AT, Transfer
+from zerograph.graph.nodes import SPEC_AT, BucketFact
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 
 aten = torch.ops.aten
@@ -149,7 +149,7 @@ def test_the_error_shows_parameters_neighbours_and_the_source_line() -> None:
     w, v = b.params("w", "v")
     product = b.mm(b.mm(x, w), v)
     gm = b.output(product)
-    product.meta["zg"] = Transfer(0, plan(gm, "w v").buckets[0].params)
+    product.meta["zg"] = BucketFact(0, plan(gm, "w v").buckets[0].params)
     told = str(nodes.broken(product, "is read after its free"))
     assert told.startswith('mm_default_1: is read after its free (parameters: w, v; File "model.py", line 4)\n')
     lines = told.split("\n")

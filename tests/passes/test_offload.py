@@ -15,7 +15,7 @@ from torch import fx
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.graph import layers
-from zerograph.graph.nodes import Pair, Saved
+from zerograph.graph.nodes import Pair, SavedFact
 from zerograph.graph.ops import FETCH_SAVED, SPILL_SAVED, WAIT_FETCH_SAVED
 from zerograph.passes import name_activations, offload
 
@@ -96,8 +96,8 @@ mul_tensor_2 = mul(mul_tensor_1, view_default)
 return [mul_tensor_2]""",
     )
     (spilled, other) = both.forward.graph.find_nodes(op="call_function", target=SPILL_SAVED, sort=True)
-    assert spilled.meta["zg"] == Saved("blocks.0", "nvme", (16, 0), (0, 0))
-    assert other.meta["zg"] == Saved("blocks.1:sin", "host", (16,), (0,))
+    assert spilled.meta["zg"] == SavedFact("blocks.0", "nvme", (16, 0), (0, 0))
+    assert other.meta["zg"] == SavedFact("blocks.1:sin", "host", (16,), (0,))
 
 
 def _at(gm: fx.GraphModule, target: object) -> Iterator[int]:

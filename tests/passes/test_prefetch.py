@@ -1,4 +1,4 @@
-"""Gathers start ahead of their visit, and never too many at a time."""
+"""Gathers start ahead of their interval, and never too many at a time."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_bucket_that_stays_whole_takes_the_place_of_one_ahead() -> None:
 
 
 def test_a_bucket_is_not_gathered_again_before_its_free() -> None:
-    """Buckets p and q stay whole around a's visit, so a's second gather must not move into its first."""
+    """Buckets p and q stay whole around a's interval, so a's second gather must not move into its first."""
     gm, p = _chain("p", "q", "a", "p", "q", "r", "s", "a", ahead=3)
     gather(gm, p)
     prefetch(gm, p)

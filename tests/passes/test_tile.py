@@ -14,7 +14,7 @@ from torch import fx
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Plan, tile_params
-from zerograph.graph.nodes import Tile, markers
+from zerograph.graph.nodes import TileFact, markers
 from zerograph.graph.ops import GATHER, UNSHARD
 from zerograph.passes import gather, reduce, tile, verify
 
@@ -58,7 +58,7 @@ view_default_2 = view(place_default_1, [3, 8])
 return [view_default_2]""",
     )
     assert [m.tile for m in markers(gm.graph, UNSHARD)] == [
-        Tile(i, param) for i, param in enumerate(tile_params(p.buckets[0].params[0], 2, 2))
+        TileFact(i, param) for i, param in enumerate(tile_params(p.buckets[0].params[0], 2, 2))
     ]
 
 

@@ -12,7 +12,7 @@ from graphs import Builder, plan, show
 from torch import fx
 
 from zerograph.core.plan import Plan, tile_params
-from zerograph.graph.nodes import Tile, markers
+from zerograph.graph.nodes import TileFact, markers
 from zerograph.graph.ops import UNSHARD
 from zerograph.passes import gather, reduce, tile, tile_mlp, verify
 
@@ -68,7 +68,7 @@ accumulate_default_1 = accumulate([relu_default_2, permute_default_5], accumulat
 return [accumulate_default_1]""",
     )
     tiles = [tile_params(bucket.params[0], 2, 2, bucket.dim) for bucket in p.buckets]
-    assert [m.tile for m in markers(gm.graph, UNSHARD)] == [Tile(i, own[i]) for i in range(2) for own in tiles]
+    assert [m.tile for m in markers(gm.graph, UNSHARD)] == [TileFact(i, own[i]) for i in range(2) for own in tiles]
 
 
 def test_tiles_are_gathered_one_after_another() -> None:

@@ -42,7 +42,7 @@ from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import settled, sketch
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
-from zerograph.sim.costs import Memory
+from zerograph.sim.costs import TierBytes
 from zerograph.sim.simulate import time_and_peaks
 
 GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")
@@ -314,7 +314,7 @@ def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
     step, plan, machine, moments = found
     scheduler = scheduler_of(step, plan, machine, moments)
     forecast, _ = forecast_sketch(scheduler, plan)
-    held: Memory = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, moments))
+    held: TierBytes = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, moments))
     held += scheduler.moved(plan)
     seconds, peaks, tasks = time_and_peaks(sketch(scheduler, plan), scheduler.costs, held)
     assert tasks == len(forecast.spans)

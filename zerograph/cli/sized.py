@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zerograph.planner.estimate.sizes import ModelSize
 
 
-class Block(nn.Module):
+class SizedLayer(nn.Module):
     """Attention of four matrices, an MLP of four times the width, and norms without weights: the formula has none."""
 
     def __init__(self, size: ModelSize) -> None:
@@ -40,7 +40,7 @@ class Transformer(nn.Module):
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
         self.embed = nn.Embedding(size.vocab, size.hidden)
-        self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.layers = nn.ModuleList(SizedLayer(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.hidden, elementwise_affine=False)
         self.head = nn.Linear(size.hidden, size.vocab, bias=False)
         self.head.weight = self.embed.weight

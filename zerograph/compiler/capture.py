@@ -32,7 +32,7 @@ from zerograph.graph.middle import mlps_of
 from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import tilable
-from zerograph.graph.token_region import PRODUCTS, NotByToken, Region, region_of
+from zerograph.graph.token_region import PRODUCTS, NodeRegion, NotByToken, region_of
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.optimizer import with_updates
@@ -175,7 +175,7 @@ def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx
     return found
 
 
-def _moved_by_each_tile(product: fx.Node, region: Region) -> int:
+def _moved_by_each_tile(product: fx.Node, region: NodeRegion) -> int:
     weight: fx.Node = product.args[-1]  # type: ignore[assignment]
     return _bytes(weight) if region.tokens[product] is not None else 2 * _bytes(product)
 

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from zerograph.compiler.capture import Setting, capture
 from zerograph.compiler.frame import Frame
-from zerograph.compiler.frame_cache import Entry
+from zerograph.compiler.frame_cache import FrameFile
 from zerograph.compiler.frame_plan import Planner, plain
 from zerograph.compiler.loss_only import return_loss_only
 from zerograph.compiler.lowering.lower import lower, returned_names
@@ -61,7 +61,7 @@ def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], plann
     made = frame.compilation
     rows, exchanging = _checked(frame, gm, inputs)
     with without_gc():
-        entry = Entry.of(planner, frame, gm, rows)
+        entry = FrameFile.of(planner, frame, gm, rows)
         with made.segments.kernels_in_background(made.device):
             compiled = entry.load(frame)
             if compiled is None:

@@ -56,7 +56,7 @@ _NODE_FACTS = ("stack_trace", "custom", "recompute", "ac_graph_id")
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
+class _StoredFrame:
     """A compiled frame, as it is stored.
 
     Attributes:
@@ -75,7 +75,7 @@ class _Compiled:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FrameFile:
     """Where one frame is stored; nowhere without a ``name``.
 
     Attributes:
@@ -88,7 +88,7 @@ class Entry:
     noted: list[bytes | Uncacheable] = field(default_factory=list)
 
     @classmethod
-    def of(cls, planner: Planner, frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
+    def of(cls, planner: Planner, frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> FrameFile:
         """The entry of a graph that Dynamo handed over."""
         folder, name = frame_folder(), ""
         if folder is not None and frame.compilation.segments.compute == "inductor":
@@ -107,7 +107,7 @@ class Entry:
         if data is None:
             return None
         try:
-            stored: _Compiled = pickle.loads(data)
+            stored: _StoredFrame = pickle.loads(data)
             segments = {digest: made.segments.load(digest, segment) for digest, segment in stored.segments.items()}
         except Exception as error:  # of any kind: files of Inductor's that it refers to may be gone
             log.warning("frame %d is compiled, as it cannot be loaded from %s: %s", frame.index, self.path, error)
@@ -141,7 +141,7 @@ class Entry:
             return
         try:
             digests = {segment.digest for program in frame.programs.values() for segment in program.segments}
-            stored = _Compiled(
+            stored = _StoredFrame(
                 replace(frame.step),  # without what was derived of it
                 frame.plan,
                 self.planner.found(frame.step),

@@ -15,10 +15,10 @@ from torch import fx
 from zerograph.compiler.torch_private import ends_at_graph_break
 from zerograph.graph.nodes import output_of
 
-Compiled = Callable[..., Any]
+CompiledFunction = Callable[..., Any]
 
 
-def return_loss_only(gm: fx.GraphModule) -> Callable[[Compiled], Compiled]:
+def return_loss_only(gm: fx.GraphModule) -> Callable[[CompiledFunction], CompiledFunction]:
     """Take out of Dynamo's graph ``gm`` what it returns beside its one loss; nothing where it has none, or several.
 
     That is what a gradient reaches, has two dimensions or more, and the loss was made of: logits, keys and values. A
@@ -40,7 +40,7 @@ def return_loss_only(gm: fx.GraphModule) -> Callable[[Compiled], Compiled]:
     output.args = (tuple(values[i] for i in kept),)
     gm.recompile()
 
-    def restored(compiled: Compiled) -> Compiled:
+    def restored(compiled: CompiledFunction) -> CompiledFunction:
         def call(*args: Any) -> list[Any]:
             found: list[Any] = [None] * len(values)
             for i, value in zip(kept, compiled(*args), strict=True):

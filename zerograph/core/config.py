@@ -28,7 +28,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 OFFLOAD = (*OFFLOADS, "auto")
 OFFLOAD_TIERS = ("host", "nvme")
 ACTIVATIONS = ("auto", "keep", *OFFLOAD_TIERS)
-Tile = Literal["auto", "off"] | int | tuple[tuple[str, int], ...]
+TileOption = Literal["auto", "off"] | int | tuple[tuple[str, int], ...]
 """Tiles of parameters: a number, or numbers by patterns of names."""
 _LEAVES = ("offload", "tier", "update", "activations")
 PLANNED = (
@@ -101,7 +101,7 @@ class Config:
     bucket_size: int = DEFAULT_BUCKET_SIZE
     prefetch: int = DEFAULT_PREFETCH
     recompute: Recompute = "auto"
-    tile: Tile = "auto"
+    tile: TileOption = "auto"
     offload: Offload | Literal["auto"] = "none"
     tier: Literal["host", "nvme"] | None = None
     update: Update = "host"
@@ -338,7 +338,7 @@ def _sizes(options: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def _tiles(options: dict[str, Any]) -> dict[str, Tile]:
+def _tiles(options: dict[str, Any]) -> dict[str, TileOption]:
     wanted = options.get("tile", "auto")
     by_name = wanted.items() if isinstance(wanted, dict) else ()
     counts = [count for _, count in by_name] if isinstance(wanted, dict) else [wanted]

@@ -145,7 +145,7 @@ class Bucket:
         homes: where its shards live.
         tiles: parts that its one parameter is gathered, used, reduced and updated in, one after another:
             ZeRO-Infinity's memory-centric tiling of an operator that is too large to be whole.
-        ahead: visits of buckets before its own at which its gathers begin, at most; None: as many as the plan's
+        ahead: intervals of buckets before its own at which its gathers begin, at most; None: as many as the plan's
             ``prefetch``, which is the most. Fewer where memory is short when it would be gathered.
         dim: the dimension of its parameter that tiles cut: 0, rows, or 1, columns, of which a loop alone has tiles.
         loop: the MLP whose weights run tile by tile in one loop, this one among them; empty where its tiles run by
@@ -277,7 +277,7 @@ class Plan:
     token_regions: tuple[str, ...] = ()
 
     def ahead(self) -> tuple[int, ...]:
-        """How many visits ahead the gathers of each bucket begin, at most."""
+        """How many intervals ahead the gathers of each bucket begin, at most."""
         return tuple(self.prefetch if b.ahead is None else b.ahead for b in self.buckets)
 
     def updated_inside(self, bucket: Bucket) -> bool:
@@ -471,7 +471,7 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
     if plan.update == "device" and homes.optimizer == "nvme":
         yield f"has {homes}, and is updated on the device, where states come from the host alone"
     if bucket.ahead is not None and not 0 <= bucket.ahead <= plan.prefetch:
-        yield f"is gathered {bucket.ahead} visits ahead, and prefetch is {plan.prefetch}"
+        yield f"is gathered {bucket.ahead} intervals ahead, and prefetch is {plan.prefetch}"
     # The rest is about tiles, which share one parameter's rows.
     if bucket.tiles == 1:
         if bucket.loop or bucket.dim:

@@ -1,8 +1,8 @@
 """Which uses of a bucket one gather serves, how far ahead it begins, and when the bucket is free. No torch in here.
 
 These are the rules that the passes ``gather`` and ``prefetch`` carry out in a graph, and those of the planner for a
-sequence of pieces of work (:func:`visits`): a bucket whose next use lies beyond ``prefetch`` other buckets is freed and
-gathered again.
+sequence of pieces of work (:func:`unsharded_intervals`): a bucket whose next use lies beyond ``prefetch`` other buckets
+is freed and gathered again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 
-def visit_numbers(uses: Sequence[Hashable], prefetch: int) -> list[int]:
-    """For each use of a bucket, in order, the number of the visit it belongs to.
+def interval_numbers(uses: Sequence[Hashable], prefetch: int) -> list[int]:
+    """For each use of a bucket, in order, the number of the interval it belongs to.
 
-    A bucket whose next use lies beyond ``prefetch`` other buckets is freed and gathered again: another visit.
+    A bucket whose next use lies beyond ``prefetch`` other buckets is freed and gathered again: another interval.
     """
     numbers: list[int] = []
     latest: dict[Hashable, int] = {}  # bucket -> its last use
@@ -43,18 +43,20 @@ def _more_than(limit: int, uses: Sequence[Hashable], first: int, end: int) -> bo
 def gather_starts(
     buckets: Sequence[object], ends: Sequence[int], distance: int, ahead: Sequence[int] | None = None
 ) -> list[int]:
-    """For each visit, the one at whose start its gather may begin, with at most ``distance + 1`` buckets whole.
+    """For each interval, the one at whose start its gather may begin, with at most ``distance + 1`` buckets whole.
 
     Args:
-        buckets: what each visit makes whole.
-        ends: for each visit, the number of the visit at whose start it is freed.
-        ahead: for each visit, how many visits before its own its gather begins, at most; ``distance`` unless told.
+        buckets: what each interval makes whole.
+        ends: for each interval, the number of the interval at whose start it is freed.
+        ahead: for each interval, how many intervals before its own its gather begins, at most; ``distance`` unless
+            told.
 
-    One pass over the visits: gathers start at most ``distance`` visits early, so what is whole before that is settled.
+    One pass over the intervals: gathers start at most ``distance`` intervals early, so what is whole before that is
+    settled.
     """
     starts: list[int] = []
-    change = [0] * (len(ends) + 1)  # at the start of each visit, buckets gathered less buckets freed
-    freed: dict[object, int] = {}  # where the last visit of a bucket ended: no bucket is gathered twice at a time
+    change = [0] * (len(ends) + 1)  # at the start of each interval, buckets gathered less buckets freed
+    freed: dict[object, int] = {}  # where the last interval of a bucket ended: no bucket is gathered twice at a time
     settled, whole_before = 0, 0
     for i, (bucket, end) in enumerate(zip(buckets, ends, strict=True)):
         # No later gather begins before this point, so that what is whole there never changes again.
@@ -65,10 +67,10 @@ def gather_starts(
         start = max(start, i - ahead[i]) if ahead is not None else start
         for at in range(settled, i):
             whole += change[at]
-            # One more would make `distance + 2` whole: the gather begins behind this visit.
+            # One more would make `distance + 2` whole: the gather begins behind this interval.
             if whole > distance:
                 start = max(start, at + 1)
-        # At its own visit at the latest: a gather that finds no room simply does not run ahead.
+        # At its own interval at the latest: a gather that finds no room simply does not run ahead.
         start = min(start, i)
         change[start] += 1
         change[end] -= 1
@@ -78,14 +80,14 @@ def gather_starts(
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class UnshardedInterval:
     """A stretch of work during which a bucket is whole.
 
     Attributes:
         bucket: which one.
         start: the piece of work before which it is waited for.
         last: the last piece of work that reads it.
-        freed: the visit at whose start it is freed; the number of visits for the end.
+        freed: the interval at whose start it is freed; the number of intervals for the end.
     """
 
     bucket: int
@@ -94,8 +96,10 @@ class Visit:
     freed: int
 
 
-def visits(uses: Sequence[tuple[int, ...]], begins: Sequence[int], prefetch: int) -> tuple[Visit, ...]:
-    """The visits of a phase.
+def unsharded_intervals(
+    uses: Sequence[tuple[int, ...]], begins: Sequence[int], prefetch: int
+) -> tuple[UnshardedInterval, ...]:
+    """The unsharded intervals of a phase.
 
     Args:
         uses: the buckets that each piece of work reads, in order.
@@ -106,31 +110,32 @@ def visits(uses: Sequence[tuple[int, ...]], begins: Sequence[int], prefetch: int
     starts = [_start(first, uses, begins) for _, first, _ in found]
     freed = []
     for i, (_, _, last) in enumerate(found):
-        # At the next visit's start, not at once: frees stand where the graph is cut anyway, and cost no cut of their
+        # At the next interval's start, not at once: frees stand where the graph is cut anyway, and cost no cut of their
         # own.
         freed.append(next((k for k in range(i + 1, len(found)) if starts[k] > last), len(found)))
-    return tuple(Visit(bucket, starts[i], last, freed[i]) for i, (bucket, _, last) in enumerate(found))
+    return tuple(UnshardedInterval(bucket, starts[i], last, freed[i]) for i, (bucket, _, last) in enumerate(found))
 
 
-def gathers_by_start(found: Sequence[Visit], prefetch: int, ahead: Sequence[int]) -> dict[int, list[int]]:
+def gathers_by_start(found: Sequence[UnshardedInterval], prefetch: int, ahead: Sequence[int]) -> dict[int, list[int]]:
     """Visit -> those whose gathers begin at its start.
 
     Args:
-        ahead: of each bucket, how many visits before its own its gathers begin, at most; all ``prefetch`` unless told.
+        ahead: of each bucket, how many intervals before its own its gathers begin, at most; all ``prefetch`` unless
+            told.
     """
     begin: dict[int, list[int]] = {}
-    buckets = [visit.bucket for visit in found]
+    buckets = [interval.bucket for interval in found]
     limits = [ahead[bucket] for bucket in buckets] if ahead else None
-    for i, start in enumerate(gather_starts(buckets, [visit.freed for visit in found], prefetch, limits)):
+    for i, start in enumerate(gather_starts(buckets, [interval.freed for interval in found], prefetch, limits)):
         begin.setdefault(start, []).append(i)
     return begin
 
 
 def _stretches(uses: Sequence[tuple[int, ...]], prefetch: int) -> list[tuple[int, int, int]]:
-    """Bucket, first and last piece of every visit, in order of the first."""
+    """Bucket, first and last piece of every interval, in order of the first."""
     sequence = [(piece, bucket) for piece, buckets in enumerate(uses) for bucket in buckets]
     found: dict[int, tuple[int, int, int]] = {}
-    numbers = visit_numbers([bucket for _, bucket in sequence], prefetch)
+    numbers = interval_numbers([bucket for _, bucket in sequence], prefetch)
     for number, (piece, bucket) in zip(numbers, sequence, strict=True):
         _, first, _ = found.get(number, (bucket, piece, piece))
         found[number] = (bucket, first, piece)

@@ -15,11 +15,11 @@ from torch import fx
 from zerograph.core.step import layer_of_activation
 from zerograph.graph.layers import layer_of_node
 from zerograph.graph.nodes import Activation
-from zerograph.graph.token_region import PRODUCTS, Finder, NotByToken, Region
+from zerograph.graph.token_region import PRODUCTS, NodeRegion, NotByToken, RegionGrowth
 from zerograph.graph.tokens import ROWS, Tokens
 
 
-def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> Region:
+def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> NodeRegion:
     """The region of a layer that begins at ``product``, which bears the lasting name of what it makes.
 
     Args:
@@ -36,7 +36,7 @@ def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
     if wide <= entering:
         raise NotByToken(product, "makes nothing wider than what it reads")
     # Half, as a gate may be cut off; but no less than the stream of the model, which leaves the MLP.
-    finder = _LayerFinder(product, Region(tokens, max(wide // 2, entering + 1)), counts)
+    finder = _LayerFinder(product, NodeRegion(tokens, max(wide // 2, entering + 1)), counts)
     finder.grow()
     finder.absorb(layer_of_activation(product.meta["zg"].name))
     return finder.region
@@ -57,7 +57,7 @@ def _width_of_source(product: fx.Node) -> int:
     return left.meta["val"].shape[1]  # type: ignore[no-any-return]
 
 
-class _LayerFinder(Finder):
+class _LayerFinder(RegionGrowth):
     """Also begins at products beside the first: those of a gate, or of the gradient of what the MLP makes."""
 
     def _begins(self, product: fx.Node, tokens: Tokens) -> bool:

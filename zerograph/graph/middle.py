@@ -127,12 +127,12 @@ def middle_of(read: Gathered, weights: Mapping[str, int], counts: Counts = lambd
         NotByToken: something does not treat every place of the hidden dimension by itself.
     """
     nodes = {marker.node: dim for name, dim in weights.items() for marker in read.markers.get(name, ())}
-    finder = _Finder(Middle(nodes), weights, read.alone, counts)
+    finder = _MiddleFinder(Middle(nodes), weights, read.alone, counts)
     finder.grow()
     return finder.middle
 
 
-class _Finder:
+class _MiddleFinder:
     def __init__(self, middle: Middle, weights: Mapping[str, int], alone: Set[fx.Node], counts: Counts) -> None:
         self.middle, self.names, self.alone, self.counts = middle, weights, alone, counts
         self.waiting: list[fx.Node] = []

@@ -26,7 +26,7 @@ _VIEWS_BY_DECOMPOSITION = frozenset({aten._unsafe_view.default})
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class BucketFact:
     """The fact on every ``zg::`` node that moves a bucket, or a tile of one: which, and its parameters, in order."""
 
     bucket: int
@@ -41,7 +41,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class TileFact:
     """The fact on markers of one tile of a parameter.
 
     Attributes:
@@ -68,7 +68,7 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedFact:
     """The fact on every ``zg::`` node that moves what the forward saves: of whom, to or from which tier.
 
     Attributes:
@@ -109,25 +109,25 @@ class Marker:
         return self.node.args[0]  # type: ignore[return-value]
 
     @property
-    def tile(self) -> Tile | None:
+    def tile(self) -> TileFact | None:
         """The tile of the parameter that it is of; None where it is of all of it."""
         fact = self.node.meta.get("zg")
-        return fact if isinstance(fact, Tile) else None
+        return fact if isinstance(fact, TileFact) else None
 
 
 def part_of_plan(marker: Marker, bucket: Bucket) -> tuple[int, ...]:
-    """The part that has the parameter of ``marker``, or its tile, as :attr:`Transfer.part` has it."""
+    """The part that has the parameter of ``marker``, or its tile, as :attr:`BucketFact.part` has it."""
     tile = marker.tile
-    return Transfer(bucket.index, (), *((tile.index, bucket.tiles) if tile is not None else ())).part
+    return BucketFact(bucket.index, (), *((tile.index, bucket.tiles) if tile is not None else ())).part
 
 
-def transfer_of(found: Sequence[Marker], bucket: Bucket) -> Transfer:
+def transfer_of(found: Sequence[Marker], bucket: Bucket) -> BucketFact:
     """The transfer of the parameters of markers: of one bucket, or of one tile."""
     tile = found[0].tile
     if tile is not None:
-        return Transfer(bucket.index, (tile.param,), tile.index, bucket.tiles)
+        return BucketFact(bucket.index, (tile.param,), tile.index, bucket.tiles)
     params = {p.name: p for p in bucket.params}
-    return Transfer(bucket.index, tuple(params[m.name] for m in found))
+    return BucketFact(bucket.index, tuple(params[m.name] for m in found))
 
 
 SPEC_AT = {UNSHARD: 2, REDUCE_GRAD: 3}
@@ -298,7 +298,7 @@ def _with_views(node: fx.Node) -> list[fx.Node]:
 def broken(node: fx.Node, what: str) -> InvariantError:
     """The error for an invariant that does not hold at ``node``: with its parameters, neighbours and source line."""
     fact = node.meta.get("zg")
-    params = ", ".join(p.name for p in fact.params) if isinstance(fact, Transfer) else "-"
+    params = ", ".join(p.name for p in fact.params) if isinstance(fact, BucketFact) else "-"
     lines = re.findall(r'File "[^"]+", line \d+', node.meta.get("stack_trace") or "")
     where = lines[-1] if lines else "unknown source line"
     return InvariantError(

@@ -103,26 +103,26 @@ def _is_last_alone(user: fx.Node, weight: fx.Node) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GradientTerm:
     """A node of what makes a full gradient; ``transposed``: it makes the transpose of a part of that."""
 
     node: fx.Node
     transposed: bool
 
     @property
-    def sources(self) -> list[Part]:
+    def sources(self) -> list[GradientTerm]:
         """The parts that a transpose, cast, view or sum is made of; none for any other node."""
         given: Any = self.node.args
         if is_transpose(self.node):
-            return [Part(given[0], not self.transposed)]
+            return [GradientTerm(given[0], not self.transposed)]
         if is_identity_view(self.node) or is_cast(self.node):
-            return [Part(given[0], self.transposed)]
-        return [Part(term, self.transposed) for term in given[:2]] if is_sum(self.node) else []
+            return [GradientTerm(given[0], self.transposed)]
+        return [GradientTerm(term, self.transposed) for term in given[:2]] if is_sum(self.node) else []
 
 
-def parts_of(grad: fx.Node, transposed: bool = False) -> Iterator[Part]:
+def parts_of(grad: fx.Node, transposed: bool = False) -> Iterator[GradientTerm]:
     """The parts of a full gradient, or of its transpose: each part once, behind those that it is made of."""
-    done, waiting = set[Part](), [Part(grad, transposed)]
+    done, waiting = set[GradientTerm](), [GradientTerm(grad, transposed)]
     while waiting:
         missing = [source for source in waiting[-1].sources if source not in done]
         waiting += reversed(missing)
@@ -140,7 +140,7 @@ def other_than_rows(grad: fx.Node) -> fx.Node | None:
     return next((term.node for term in terms if not _has_rows(term)), None)
 
 
-def _has_rows(term: Part) -> bool:
+def _has_rows(term: GradientTerm) -> bool:
     return is_product(term.node) or (is_gradient_of_lookup(term.node) and not term.transposed)
 
 

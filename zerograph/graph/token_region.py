@@ -48,7 +48,7 @@ class NotByToken(Exception):
 
 
 @dataclass(slots=True)
-class Region:
+class NodeRegion:
     """The operators that run for some tokens at a time.
 
     Attributes:
@@ -92,7 +92,7 @@ class Region:
         return [node for node in self.nodes if any(user not in self.tokens for user in node.users)]
 
 
-def region_of(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> Region:
+def region_of(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> NodeRegion:
     """The region that begins at ``product``, which makes logits.
 
     Args:
@@ -105,7 +105,7 @@ def region_of(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: Tr
     if not all(isinstance(size, int) for size in shape):
         raise NotByToken(product, "has a number of tokens that is not known before it runs")
     # Half of the words: of logits whose padding was cut off the gradient is smaller.
-    finder = Finder(product, Region(shape[0], shape[1] // 2), counts)
+    finder = RegionGrowth(product, NodeRegion(shape[0], shape[1] // 2), counts)
     finder.grow()
     return finder.region
 
@@ -118,7 +118,7 @@ def head_of(nodes: Iterable[fx.Node], plan: Plan) -> fx.Node | None:
 
 
 def copy_of_tile(
-    region: Region,
+    region: NodeRegion,
     count: int,
     given: Mapping[tuple[fx.Node, Tokens], fx.Node],
     insert: Callable[[fx.Node, tuple[Any, ...]], fx.Node],
@@ -159,10 +159,10 @@ def copy_of_tile(
     return copies
 
 
-class Finder:
+class RegionGrowth:
     """Grows a region from a product."""
 
-    def __init__(self, product: fx.Node, region: Region, counts: Callable[[fx.Node], bool]) -> None:
+    def __init__(self, product: fx.Node, region: NodeRegion, counts: Callable[[fx.Node], bool]) -> None:
         self.product, self.region, self.counts = product, region, counts
 
     def grow(self) -> None:

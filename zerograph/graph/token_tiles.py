@@ -16,21 +16,23 @@ from torch import fx
 from zerograph.core.plan import token_tiles
 from zerograph.graph.nodes import TokenTile, added, aten, call, computed, move_needed_before, part_of
 from zerograph.graph.ops import PLACE
-from zerograph.graph.token_region import MEANS, Region, copy_of_tile
+from zerograph.graph.token_region import MEANS, NodeRegion, copy_of_tile
 from zerograph.graph.tokens import Tokens
 
 prims = torch.ops.prims
 
 
-def write_tiles(graph: fx.Graph, region: Region, tiles: int) -> int:
+def write_tiles(graph: fx.Graph, region: NodeRegion, tiles: int) -> int:
     """Replace ``region`` by at most so many tiles; returns their number. Leaves what nothing reads any more."""
     cuts = token_tiles(region.count, tiles)
-    _Tiles(graph, region, cuts, TokenTile(tiles)).write()
+    _TokenLoop(graph, region, cuts, TokenTile(tiles)).write()
     return len(cuts)
 
 
-class _Tiles:
-    def __init__(self, graph: fx.Graph, region: Region, tiles: tuple[tuple[int, int], ...], fact: TokenTile) -> None:
+class _TokenLoop:
+    def __init__(
+        self, graph: fx.Graph, region: NodeRegion, tiles: tuple[tuple[int, int], ...], fact: TokenTile
+    ) -> None:
         self.graph, self.region, self.tiles, self.fact = graph, region, tiles, fact
         self.flat: dict[tuple[fx.Node, Tokens], fx.Node] = {}
         self.vals: dict[tuple[fx.Node, int], Any] = {}

@@ -62,7 +62,7 @@ class OptimizerCheck:
         self._telemetry, self._communicator, self._store, self._steps = telemetry, communicator, store, steps
         self._complete = complete
         self._params, self._replaced, self._skipped, self._accumulation = params, replaced, skipped, accumulation
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int, _WeakTensor] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._refused: ZeroGraphError | None = None  # on its way to the caller
         # torch's step hooks are global: they must not keep a backend that is gone.
@@ -216,7 +216,7 @@ class OptimizerCheck:
         """Know by which memory the DTensors among ``params`` are called, to see that of another assigned to one."""
         for param in params:
             if isinstance(param, DTensor):
-                self._memory[id(param)] = _Memory.of(param)
+                self._memory[id(param)] = _WeakTensor.of(param)
 
     def _refuse_assigned(self, optimizer: Optimizer) -> None:
         """``param.data = tensor`` gives a DTensor the memory of ``tensor``, where nobody looks, and keeps its rows."""
@@ -271,7 +271,7 @@ class OptimizerCheck:
             )
 
 
-class _Memory(NamedTuple):
+class _WeakTensor(NamedTuple):
     """Weak references to a DTensor: what is freed must not be taken for what is then made at its address."""
 
     param: weakref.ref[Tensor]
@@ -279,7 +279,7 @@ class _Memory(NamedTuple):
     rows: weakref.ref[Tensor]  # of this rank
 
     @classmethod
-    def of(cls, param: DTensor) -> _Memory:
+    def of(cls, param: DTensor) -> _WeakTensor:
         return cls(weakref.ref(param), StorageWeakRef(param.untyped_storage()), weakref.ref(param._local_tensor))
 
     def is_of(self, param: DTensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.optim.factor import Factor
 from zerograph.optim.owner import Owner, StepsOf, Untouched
-from zerograph.optim.parts import Row
+from zerograph.optim.parts import UpdateRow
 from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
@@ -37,7 +37,7 @@ class DelayedSteps(StepsOf):
     def __init__(self, optimizer: Owner) -> None:
         super().__init__(optimizer)
         self._background = Background("zerograph-delayed")
-        self._pending: tuple[PendingUpdate, list[Row], Factor] | None = None  # beside, behind it, their factor
+        self._pending: tuple[PendingUpdate, list[UpdateRow], Factor] | None = None  # beside, behind it, their factor
         self._seen = Untouched([])  # of what changes, as the update began
         self.changing: list[Tensor] = []
         delayed.follow(self)
@@ -79,16 +79,16 @@ class DelayedSteps(StepsOf):
         store.unsettled.add(self)
         update.stream_beside(self._background.start)
 
-    def _rows(self, apart: set[int]) -> tuple[list[Row], list[Row]]:
+    def _rows(self, apart: set[int]) -> tuple[list[UpdateRow], list[UpdateRow]]:
         """The rows that are updated beside programs, and those that are not."""
-        rows: tuple[list[Row], list[Row]] = [], []
+        rows: tuple[list[UpdateRow], list[UpdateRow]] = [], []
         for index, group in enumerate(self.optimizer.param_groups):
             values = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}  # of this step
             for place in (0, 1):
                 params = [p for p in group["params"] if (id(p) in apart) is (place == 0)]
                 if params:
                     layout = self.optimizer.layout((index, place), group, params)
-                    rows[place].append(Row((index, place), values, layout, layout.gradients()))
+                    rows[place].append(UpdateRow((index, place), values, layout, layout.gradients()))
         return rows
 
     @torch.inference_mode(False)  # an evaluation settles, and copies serve training afterwards

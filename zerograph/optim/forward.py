@@ -18,7 +18,7 @@ from torch import Tensor
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.optim.factor import Factor
 from zerograph.optim.owner import Owner, StepsOf, Untouched
-from zerograph.optim.parts import Row
+from zerograph.optim.parts import UpdateRow
 from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
@@ -30,7 +30,7 @@ AT_ONCE = -1
 """Stands for the gather of parameters that no program gathers: the step itself updates them."""
 
 
-class _Bucket(NamedTuple):
+class _Awaited(NamedTuple):
     """The update of the parameters that one gather brings."""
 
     update: PendingUpdate
@@ -47,7 +47,7 @@ class ForwardSteps(StepsOf):
 
     def __init__(self, optimizer: Owner) -> None:
         super().__init__(optimizer)
-        self._under_way: dict[int, _Bucket] = {}  # by the number of the first gather
+        self._under_way: dict[int, _Awaited] = {}  # by the number of the first gather
         self.changing: list[Tensor] = []
         delayed.follow(self)
 
@@ -90,7 +90,7 @@ class ForwardSteps(StepsOf):
             self._fail(error)
             raise
 
-    def _begin(self, store: ShardStore, rows: list[Row], factor: Factor) -> _Bucket:
+    def _begin(self, store: ShardStore, rows: list[UpdateRow], factor: Factor) -> _Awaited:
         update = self.optimizer.update(rows, factor)
         given = [p for row in rows for p in row.layout.params if p.grad is not None]
         # A backward of a forward before this step must not find them: autograd refuses it by their versions.
@@ -99,11 +99,11 @@ class ForwardSteps(StepsOf):
         self.changing += changing
         # An update on the device writes to what is on the host as anybody does.
         watched = changing if store.copies.updates == "host" else []
-        return _Bucket(update, Untouched(watched), Untouched([p.grad for p in given if p.grad is not None]))
+        return _Awaited(update, Untouched(watched), Untouched([p.grad for p in given if p.grad is not None]))
 
-    def _rows(self, gathers: dict[int, int]) -> dict[int, list[Row]]:
+    def _rows(self, gathers: dict[int, int]) -> dict[int, list[UpdateRow]]:
         """The rows of each gather, whose number ``gathers`` has by ``id`` of the parameter."""
-        rows: dict[int, list[Row]] = {}
+        rows: dict[int, list[UpdateRow]] = {}
         for index, group in enumerate(self.optimizer.param_groups):
             params: dict[int, list[Tensor]] = {}
             for param in group["params"]:
@@ -113,7 +113,7 @@ class ForwardSteps(StepsOf):
                 layout = self.optimizer.layout(key, group, own)
                 grads = layout.gradients()
                 if any(grads.addresses) or not gathers:
-                    rows.setdefault(number, []).append(Row(key, group, layout, grads))
+                    rows.setdefault(number, []).append(UpdateRow(key, group, layout, grads))
         return rows
 
     def settle(self) -> None:
@@ -159,7 +159,7 @@ class ForwardSteps(StepsOf):
         self.optimizer.leave_half_done(reason_of(error))
         tell_failed_step(self.optimizer, error)  # type: ignore[arg-type]
 
-    def _refuse_changed(self, bucket: _Bucket) -> None:
+    def _refuse_changed(self, bucket: _Awaited) -> None:
         for what, changed in (("parameters", bucket.params.changed), ("gradients", bucket.grads.changed)):
             if changed:
                 raise ZeroGraphError(

@@ -30,7 +30,7 @@ from zerograph.optim.factor import Asked, Factor
 from zerograph.optim.forward import ForwardSteps
 from zerograph.optim.options import Options
 from zerograph.optim.overlap import EarlySteps
-from zerograph.optim.parts import GroupParts, Part, Row
+from zerograph.optim.parts import GroupParts, Part, UpdateRow
 from zerograph.optim.states import States
 from zerograph.optim.stream import Stored, Stream
 from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of
@@ -207,13 +207,13 @@ class HostOptimizer(Optimizer):
             self.early.stepped()
         return pending
 
-    def _rows(self, index: int, done: Container[int]) -> list[Row]:
+    def _rows(self, index: int, done: Container[int]) -> list[UpdateRow]:
         """The rows of a group that a step updates: all that backwards have not ``done``, by ``id``."""
         group = self.param_groups[index]
         params = [p for p in group["params"] if id(p) not in done] if done else group["params"]
         layout = self.layout((index,), group, params)
         grads = layout.gradients()
-        return [Row((index,), group, layout, grads)] if not done or any(grads.addresses) else []
+        return [UpdateRow((index,), group, layout, grads)] if not done or any(grads.addresses) else []
 
     def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
         """The layout of some ``params`` of a group, kept under ``key``."""
@@ -224,7 +224,7 @@ class HostOptimizer(Optimizer):
 
     def factor(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[UpdateRow],
         grad_scale: float | Tensor | None,
         clip: float | None,
     ) -> Factor | None:
@@ -242,7 +242,7 @@ class HostOptimizer(Optimizer):
         self._grad_norm = norm = math.sqrt(float(split) + float(whole)) / scale
         return asked.decided(norm, scale)
 
-    def _decides_there(self, rows: Sequence[Row], asked: Asked) -> bool:
+    def _decides_there(self, rows: Sequence[UpdateRow], asked: Asked) -> bool:
         """Whether a device has all that is updated, and can skip the update: it is then not waited for. First steps,
         which make states, are decided on the host."""
         devices = set[torch.device]().union(*(row.layout.devices for row in rows))
@@ -255,7 +255,7 @@ class HostOptimizer(Optimizer):
             and (asked.found_inf is None or asked.found_inf.device in devices)
         )
 
-    def _factor_there(self, rows: Sequence[Row], asked: Asked) -> Factor:
+    def _factor_there(self, rows: Sequence[UpdateRow], asked: Asked) -> Factor:
         scale, norm = asked.scale(there=True), None
         if asked.takes_norm:
             split, whole = self._sums_of_squares(rows)
@@ -266,7 +266,7 @@ class HostOptimizer(Optimizer):
             self._skipped_there = factor.nonfinite if before is None else before + factor.nonfinite
         return factor
 
-    def _sums_of_squares(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    def _sums_of_squares(self, rows: Sequence[UpdateRow]) -> tuple[Tensor, Tensor]:
         """The sums of squares of all ranks' split gradients, and of their whole ones, in one pass over this rank's and
         one scalar reduction."""
         layouts = [row.layout for row in rows]
@@ -288,7 +288,7 @@ class HostOptimizer(Optimizer):
                 dist.all_reduce(split, group=group)
         return split, whole
 
-    def _squares(self, rows: Sequence[Row], split: bool) -> Tensor:
+    def _squares(self, rows: Sequence[UpdateRow], split: bool) -> Tensor:
         """Sum of squares of this rank's gradients, those that are split or those that are whole."""
         pieces = [piece for row in rows for piece in row.layout.pieces(row.grads, split)]
         known: list[float] = []
@@ -300,11 +300,11 @@ class HostOptimizer(Optimizer):
         elsewhere = [grad for row in rows for grad in row.layout.elsewhere(row.grads, split)]
         return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
 
-    def prepare(self, rows: Sequence[Row]) -> list[GroupParts]:
+    def prepare(self, rows: Sequence[UpdateRow]) -> list[GroupParts]:
         """The parts of ``rows``, with states where some were missing; nothing is updated where it raises."""
         return self._states.parts(rows, self.store)
 
-    def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
+    def update(self, rows: Sequence[UpdateRow], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
         plans = self.prepare(rows)
         calls, touched, stored, apart, passing = [], [], [], [], []

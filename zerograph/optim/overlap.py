@@ -14,7 +14,7 @@ from torch import Tensor
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.optim.factor import Factor
 from zerograph.optim.owner import Owner, StepsOf
-from zerograph.optim.parts import Row
+from zerograph.optim.parts import UpdateRow
 from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.entry import reason_of
@@ -74,7 +74,7 @@ class EarlySteps(StepsOf):
             params, group = [param for param, _ in pairs], opt.param_groups[index]
             key = (index, *map(id, params))
             layout = opt.layout(key, group, params)
-            rows.append(Row(key, group, layout, layout.gradients_of([grad for _, grad in pairs])))
+            rows.append(UpdateRow(key, group, layout, layout.gradients_of([grad for _, grad in pairs])))
         pending = opt.update(rows, Factor(), arrival)
         # It has begun: whatever fails from here on, these are updated.
         self._under_way.append(pending)

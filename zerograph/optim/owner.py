@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zerograph.optim.factor import Factor
-from zerograph.optim.parts import Row
+from zerograph.optim.parts import UpdateRow
 from zerograph.optim.tensors import GroupLayout
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.executor.early import Arrival
@@ -34,16 +34,16 @@ class Owner(Protocol):
     def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
         """The layout of some ``params`` of a group, kept under ``key``."""
 
-    def factor(self, rows: Sequence[Row], grad_scale: float | Tensor | None, clip: float | None) -> Factor | None:
+    def factor(self, rows: Sequence[UpdateRow], grad_scale: float | Tensor | None, clip: float | None) -> Factor | None:
         """The factor of the gradients; None to skip the step."""
 
     def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         """Begin an ordinary step."""
 
-    def prepare(self, rows: Sequence[Row]) -> object:
+    def prepare(self, rows: Sequence[UpdateRow]) -> object:
         """Make states that are missing."""
 
-    def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
+    def update(self, rows: Sequence[UpdateRow], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update."""
 
     def leave_half_done(self, why: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zerograph._core as _core
 from zerograph.optim.tensors import NOTHING, TAGS, Gradients, GroupLayout, uses_kernels
-from zerograph.runtime.homes.blocks import Place
+from zerograph.runtime.homes.blocks import StatePlace
 from zerograph.runtime.homes.shards import ShardStore
 
 
@@ -42,7 +42,7 @@ class Member:
     states: list[Tensor]
     step: Tensor | None
     fresh: bool
-    place: Place | None = None
+    place: StatePlace | None = None
     copy: Tensor | None = None
     streamed: tuple[tuple[str, torch.dtype], ...] = ()
     through_device: str = ""
@@ -108,7 +108,7 @@ class Part:
         return changed
 
 
-class Row(NamedTuple):
+class UpdateRow(NamedTuple):
     """Parameters of a group that are updated together.
 
     Attributes:

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from zerograph.core.errors import CheckpointError, UnsupportedError
 from zerograph.optim.algorithm import Algorithm
-from zerograph.optim.parts import GroupParts, Member, Row, parts_of
+from zerograph.optim.parts import GroupParts, Member, UpdateRow, parts_of
 from zerograph.optim.tensors import GroupLayout, uses_kernels
-from zerograph.runtime.homes.blocks import Place
+from zerograph.runtime.homes.blocks import StatePlace
 from zerograph.runtime.homes.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor, placed_as
 
@@ -47,13 +47,13 @@ class States:
         assert found is not None  # it asks
         return found
 
-    def parts(self, rows: Sequence[Row], store: ShardStore | None) -> list[GroupParts]:
+    def parts(self, rows: Sequence[UpdateRow], store: ShardStore | None) -> list[GroupParts]:
         """The parts of ``rows``, with states where some were missing; ``store`` has the homes of parameters."""
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self._optimizer.state.values()))
         return [self._parts(row, states, store) for row in rows]
 
-    def _parts(self, row: Row, states: set[int], store: ShardStore | None) -> GroupParts:
+    def _parts(self, row: UpdateRow, states: set[int], store: ShardStore | None) -> GroupParts:
         key, group, layout, grads = row
         state, slots = self._optimizer.state, self._algorithm.slots(group)
         plan = self.known.get(key)
@@ -72,7 +72,7 @@ class States:
         index: int,
         slots: Sequence[str],
         store: ShardStore | None,
-        places: Mapping[int, Place],
+        places: Mapping[int, StatePlace],
     ) -> Member:
         """The parameter's state, made where it is missing and brought home, in the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
@@ -111,7 +111,7 @@ class States:
     def _on_nvme(
         self,
         store: ShardStore,
-        place: Place,
+        place: StatePlace,
         name: str,
         value: Tensor | None,
         param: Tensor,

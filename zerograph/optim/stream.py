@@ -27,7 +27,7 @@ from zerograph.optim.parts import Member, Part, address, flat
 from zerograph.optim.ring import through_slots
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.comm.entry import reason_of
-from zerograph.runtime.homes.blocks import UNIT, Block, Place
+from zerograph.runtime.homes.blocks import UNIT, Block, StatePlace
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.host import Transfer
 from zerograph.runtime.homes.locations import COPY, GRADIENT, PARAMETER
@@ -50,7 +50,7 @@ class _Slotted(NamedTuple):
     at: int
 
 
-class _Piece(NamedTuple):
+class _StoredPiece(NamedTuple):
     """Elements of a member that one chunk has."""
 
     member: int
@@ -59,16 +59,16 @@ class _Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Work:
+class _PartWork:
     """The tensors of one part in one chunk."""
 
     part: int
     tensors: _core.TensorSet
-    pieces: list[_Piece]
+    pieces: list[_StoredPiece]
 
 
 @dataclass(slots=True)
-class _Chunk:
+class _StoredChunk:
     block: Block
     slot: Tensor
     begin: int
@@ -76,7 +76,7 @@ class _Chunk:
     kinds: list[_Slotted]
     parameter: _Slotted | None
     gradient: _Slotted | None
-    works: list[_Work]
+    works: list[_PartWork]
     under_way: list[Ticket] = field(default_factory=list)
     copies: list[Transfer] = field(default_factory=list)
     is_ahead: bool = False  # its slot has everything but gradients, or will have
@@ -93,13 +93,13 @@ class Stream:
         self._store, self._arena, self.parts = store, store.room.arena, [s.part for s in stored]
         # Of this update, where gradients are on NVMe, and by place of a parameter what follows it elsewhere.
         self._gradients: dict[Block, tuple[Extent, int] | None] = {}
-        self._follow: dict[Place, Tensor] = {}
+        self._follow: dict[StatePlace, Tensor] = {}
         # Of members in several chunks: their counts, and copies that all chunks but the last increment.
         self._counts: list[tuple[Tensor, Tensor]] = []
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[_StoredChunk] = []
         places = {_place(m) for part in self.parts for m in part.members}
         blocks = dict.fromkeys(_place(m).block for part in self.parts for m in part.members)
-        begun = ((Place(block, begin), name) for block in blocks for name, begin in block.begins.items())
+        begun = ((StatePlace(block, begin), name) for block in blocks for name, begin in block.begins.items())
         self._names = {p: name for p, name in begun if p in places and p.block.ends[name] > p.begin}
         for block in blocks:
             self._cut(owner, store, block, stored)
@@ -127,7 +127,7 @@ class Stream:
             if works:
                 kept = [kind for kind in kinds.values() if kind.extent is not None]
                 own, gradient = (kinds.get((name, block.dtype)) for name in (PARAMETER, GRADIENT))
-                self._chunks.append(_Chunk(block, slot, begin, end, kept, own, gradient, works))
+                self._chunks.append(_StoredChunk(block, slot, begin, end, kept, own, gradient, works))
 
     def _works(
         self,
@@ -137,7 +137,7 @@ class Stream:
         end: int,
         slot: Tensor,
         kinds: Mapping[tuple[str, torch.dtype], _Slotted],
-    ) -> Iterator[_Work]:
+    ) -> Iterator[_PartWork]:
         """The work on each part for elements from ``begin`` to ``end`` of ``block``."""
         for index, (part, slots) in enumerate(stored):
             pieces = list(_pieces(part.members, block, begin, end))
@@ -158,7 +158,7 @@ class Stream:
                 follows, dtype = own, first.local.dtype
             elif first.copy is not None:
                 follows, dtype = [address(m.copy, p.first) for m, p in pairs if m.copy is not None], first.copy.dtype
-            yield _Work(
+            yield _PartWork(
                 index,
                 _core.TensorSet(
                     [
@@ -174,7 +174,7 @@ class Stream:
                 pieces,
             )
 
-    def _count(self, member: Member, piece: _Piece) -> int:
+    def _count(self, member: Member, piece: _StoredPiece) -> int:
         """Where the kernel counts the updates of a piece: once for each, so that every piece needs a count."""
         assert member.step is not None
         if piece.first + piece.size == member.local.numel():
@@ -255,7 +255,7 @@ class Stream:
                 )
 
     def _calls(
-        self, chunk: _Chunk, rules: Sequence[_core.Rule], grads: Sequence[Gradients]
+        self, chunk: _StoredChunk, rules: Sequence[_core.Rule], grads: Sequence[Gradients]
     ) -> list[tuple[_core.Rule, _core.TensorSet, list[int], _core.DType, list[bool]]]:
         calls = []
         for work in chunk.works:
@@ -265,7 +265,7 @@ class Stream:
             calls.append((rules[work.part], work.tensors, at, TAGS[part.grad_dtype], fresh))
         return calls
 
-    def _gradient(self, chunk: _Chunk, part: Part, piece: _Piece, address: int) -> int:
+    def _gradient(self, chunk: _StoredChunk, part: Part, piece: _StoredPiece, address: int) -> int:
         """Where the kernel finds the gradient of a piece, whose parameter's is at ``address``; 0 where it has none."""
         if not address:
             return 0
@@ -276,7 +276,7 @@ class Stream:
             return chunk.slot.data_ptr() + chunk.gradient.at + (begin + piece.first - chunk.begin) * size
         return address + piece.first * size  # the user's own, or one that was kept from an earlier backward
 
-    def _read(self, chunk: _Chunk, grads: Sequence[Gradients]) -> None:
+    def _read(self, chunk: _StoredChunk, grads: Sequence[Gradients]) -> None:
         self._start(self._arena.read, chunk)
         for work in chunk.works:
             part, own = self.parts[work.part], grads[work.part].tensors
@@ -288,16 +288,16 @@ class Stream:
                     begin = _place(part.members[piece.member]).begin
                     self._copy(chunk, chunk.gradient, begin, flat(grad), piece.first, piece.size, here=True)
 
-    def _write(self, chunk: _Chunk) -> None:
+    def _write(self, chunk: _StoredChunk) -> None:
         self._start(self._arena.write, chunk)
         self._bring_copies(chunk)
 
-    def _comes(self, chunk: _Chunk, part: Part) -> bool:
+    def _comes(self, chunk: _StoredChunk, part: Part) -> bool:
         """Whether gradients of ``part`` come from the device to the slot of ``chunk``."""
         # model.to(dtype) has brought those of another dtype here.
         return self._store.gradients.stay(chunk.block) and part.grad_dtype == chunk.block.dtype
 
-    def _bring_copies(self, chunk: _Chunk) -> None:
+    def _bring_copies(self, chunk: _StoredChunk) -> None:
         """Begin to copy what was updated to where it is gathered from."""
         for place, copy in self._follow.items():
             first = max(chunk.begin, place.begin) - place.begin
@@ -306,7 +306,7 @@ class Stream:
                 self._copy(chunk, chunk.parameter, place.begin, copy, first, size, here=False)
 
     def _copy(
-        self, chunk: _Chunk, kind: _Slotted, begin: int, flat: Tensor, first: int, size: int, *, here: bool
+        self, chunk: _StoredChunk, kind: _Slotted, begin: int, flat: Tensor, first: int, size: int, *, here: bool
     ) -> None:
         """Begin to copy ``size`` elements from the ``first`` one of a tensor, whose parameter has its place at
         ``begin``, to the slot of ``chunk``, or from there."""
@@ -315,7 +315,7 @@ class Stream:
         source, target = pair if here else pair[::-1]
         chunk.copies.append(self._store.locations.hosted.memory.start([(source, target)]))
 
-    def _start(self, transfer: Callable[..., Ticket], chunk: _Chunk) -> None:
+    def _start(self, transfer: Callable[..., Ticket], chunk: _StoredChunk) -> None:
         kinds = [(kind, kind.extent) for kind in chunk.kinds if not chunk.is_ahead]
         home = self._gradients.get(chunk.block)
         if transfer == self._arena.read and chunk.gradient is not None and home is not None:
@@ -326,7 +326,7 @@ class Stream:
     def _transfer(
         self,
         transfer: Callable[..., Ticket],
-        chunk: _Chunk,
+        chunk: _StoredChunk,
         kinds: Iterable[tuple[_Slotted, Extent | None]],
         priority: Priority,
     ) -> None:
@@ -334,7 +334,7 @@ class Stream:
             offset = chunk.begin * kind.dtype.itemsize
             chunk.under_way.append(transfer(extent, chunk.view(kind), priority, offset=offset))
 
-    def _settle(self, chunk: _Chunk) -> None:
+    def _settle(self, chunk: _StoredChunk) -> None:
         while chunk.under_way:
             self._arena.wait(chunk.under_way[-1])
             chunk.under_way.pop()
@@ -342,12 +342,12 @@ class Stream:
             chunk.copies.pop().arrive()
 
 
-def _place(member: Member) -> Place:
+def _place(member: Member) -> StatePlace:
     assert member.place is not None  # of members of stored parts
     return member.place
 
 
-def _pieces(members: Sequence[Member], block: Block, begin: int, end: int) -> Iterator[_Piece]:
+def _pieces(members: Sequence[Member], block: Block, begin: int, end: int) -> Iterator[_StoredPiece]:
     """The pieces of ``members`` between two elements of ``block``."""
     for index, member in enumerate(members):
         place = _place(member)
@@ -355,7 +355,7 @@ def _pieces(members: Sequence[Member], block: Block, begin: int, end: int) -> It
             first = max(begin, place.begin)
             size = min(end, place.begin + member.local.numel()) - first
             if size > 0:
-                yield _Piece(index, first - place.begin, size)
+                yield _StoredPiece(index, first - place.begin, size)
 
 
 def _kept(member: Member, part: Part, slots: Sequence[str]) -> Iterator[tuple[str, torch.dtype]]:

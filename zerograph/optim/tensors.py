@@ -31,7 +31,7 @@ _NOTHING = torch.zeros(1)
 NOTHING = _NOTHING.data_ptr()
 """Where an empty tensor is said to lie: address 0 stands for no tensor at all."""
 
-Piece = tuple[int, _core.DType, int]
+Elements = tuple[int, _core.DType, int]
 """Address, dtype and number of elements of one tensor."""
 
 
@@ -40,7 +40,7 @@ def uses_kernels(local: Tensor) -> bool:
     return local.is_cpu
 
 
-def pieces(tensors: Sequence[Tensor]) -> list[Piece]:
+def pieces(tensors: Sequence[Tensor]) -> list[Elements]:
     """The pieces of dense ``tensors``, in whatever order their elements lie."""
     return [(t.data_ptr(), TAGS[t.dtype], t.numel()) for t in tensors]
 
@@ -135,7 +135,7 @@ class GroupLayout:
             and list(map(Tensor.data_ptr, self._strided)) == self._addresses
         )
 
-    def pieces(self, grads: Gradients, split: bool) -> list[Piece]:
+    def pieces(self, grads: Gradients, split: bool) -> list[Elements]:
         """The gradients on the host, those that are split or those that are whole."""
         if split not in self._kinds:
             return []

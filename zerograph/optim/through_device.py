@@ -30,7 +30,7 @@ _APART = 256
 """Bytes: what is in a slot begins at multiples, where vector loads are aligned."""
 
 
-class _Piece(NamedTuple):
+class _CopiedPiece(NamedTuple):
     """Elements of a member that one chunk has, and the bytes at which they begin in its slot, by what they are: what is
     updated, each state, the gradient, and the parameter that follows its master."""
 
@@ -41,9 +41,9 @@ class _Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Chunk:
+class _CopiedChunk:
     part: int
-    pieces: list[_Piece]
+    pieces: list[_CopiedPiece]
     slot: Tensor
     counts: list[Tensor]
     tensors: _core.TensorSet
@@ -71,7 +71,7 @@ class ThroughDevice:
             rules, grads: of each part.
             factor: what gradients are multiplied by.
         """
-        chunks: list[_Chunk] = []
+        chunks: list[_CopiedChunk] = []
         self._cut_slots(chunks)
         follow = [
             [
@@ -84,7 +84,7 @@ class ThroughDevice:
             through_slots(
                 chunks,
                 lambda chunk: self._copy_up(chunk, grads[chunk.part]),
-                _Chunk.settle,
+                _CopiedChunk.settle,
                 lambda chunk: _core.update([self._call(chunk, rules[chunk.part], grads[chunk.part])], factor),
                 lambda chunk: self._copy_down(chunk, grads[chunk.part], follow[chunk.part]),
             )
@@ -98,17 +98,17 @@ class ThroughDevice:
                         chunk.settle()
             raise
 
-    def _cut_slots(self, chunks: list[_Chunk]) -> None:
+    def _cut_slots(self, chunks: list[_CopiedChunk]) -> None:
         """Slots are made for each update, so that a forward and a backward have their memory."""
         size = max((_end(self.parts[index], pieces[-1]) for index, pieces in self._cuts), default=0)
         ring = [torch.empty(size, dtype=torch.uint8) for _ in range(min(SLOTS, len(self._cuts)))]
         for i, (index, pieces) in enumerate(self._cuts):
             part, slot = self.parts[index], ring[i % SLOTS]
             counts = [count for p in pieces if (count := _count(part.members[p.member], p)) is not None]
-            chunks.append(_Chunk(index, pieces, slot, counts, _tensors(part, pieces, slot.data_ptr(), counts)))
+            chunks.append(_CopiedChunk(index, pieces, slot, counts, _tensors(part, pieces, slot.data_ptr(), counts)))
 
     def _call(
-        self, chunk: _Chunk, rule: _core.Rule, grads: Gradients
+        self, chunk: _CopiedChunk, rule: _core.Rule, grads: Gradients
     ) -> tuple[_core.Rule, _core.TensorSet, list[int], _core.DType, list[bool]]:
         part, begin = self.parts[chunk.part], chunk.slot.data_ptr()
         # Kernels leave alone what has its gradient at 0.
@@ -116,7 +116,7 @@ class ThroughDevice:
         fresh = [part.fresh[p.member] for p in chunk.pieces] if part.fresh else []
         return rule, chunk.tensors, at, TAGS[part.grad_dtype], fresh
 
-    def _copy_up(self, chunk: _Chunk, grads: Gradients) -> None:
+    def _copy_up(self, chunk: _CopiedChunk, grads: Gradients) -> None:
         part = self.parts[chunk.part]
         for piece in chunk.pieces:
             member, grad = part.members[piece.member], grads.tensors[piece.member]
@@ -125,7 +125,7 @@ class ThroughDevice:
                     there, here = _pair(tensor, chunk.slot, piece, at)
                     chunk.under_way.append(self._memory.start([(there, here)]))
 
-    def _copy_down(self, chunk: _Chunk, grads: Gradients, follow: Sequence[Tensor | None]) -> None:
+    def _copy_down(self, chunk: _CopiedChunk, grads: Gradients, follow: Sequence[Tensor | None]) -> None:
         part = self.parts[chunk.part]
         for piece in chunk.pieces:
             member, copy = part.members[piece.member], follow[piece.member]
@@ -142,7 +142,7 @@ class ThroughDevice:
             chunk.under_way.append(self._memory.start([(here, there) for there, here in pairs]))
 
 
-def _pair(tensor: Tensor, slot: Tensor, piece: _Piece, at: int) -> tuple[Tensor, Tensor]:
+def _pair(tensor: Tensor, slot: Tensor, piece: _CopiedPiece, at: int) -> tuple[Tensor, Tensor]:
     """The part of ``tensor`` in ``piece``: where it lives, and in its slot."""
     there = flat(tensor)[piece.first : piece.first + piece.size]
     return there, slot[at : at + there.nbytes].view(there.dtype)
@@ -160,13 +160,13 @@ def _gradient(part: Part) -> int:
     return 1 + len(part.members[0].states)
 
 
-def _end(part: Part, piece: _Piece) -> int:
+def _end(part: Part, piece: _CopiedPiece) -> int:
     return piece.at[-1] + piece.size * _sizes(part)[-1]
 
 
-def _cut(part: Part, most: int) -> Iterator[list[_Piece]]:
+def _cut(part: Part, most: int) -> Iterator[list[_CopiedPiece]]:
     """The elements of ``part``, as many at a time as a slot of ``most`` bytes holds."""
-    sizes, pieces, end = _sizes(part), list[_Piece](), 0
+    sizes, pieces, end = _sizes(part), list[_CopiedPiece](), 0
     for index, member in enumerate(part.members):
         first, count = 0, member.local.numel()
         while first < count:
@@ -177,7 +177,7 @@ def _cut(part: Part, most: int) -> Iterator[list[_Piece]]:
                 for each in sizes:
                     at.append(end)
                     end += -(-size * each // _APART) * _APART
-                pieces.append(_Piece(index, first, size, tuple(at)))
+                pieces.append(_CopiedPiece(index, first, size, tuple(at)))
                 first += size
             if first < count:
                 yield pieces
@@ -186,13 +186,13 @@ def _cut(part: Part, most: int) -> Iterator[list[_Piece]]:
         yield pieces
 
 
-def _count(member: Member, piece: _Piece) -> Tensor | None:
+def _count(member: Member, piece: _CopiedPiece) -> Tensor | None:
     """Where the kernel counts the updates of ``piece``: of several of one member the last has the member's count."""
     last = piece.first + piece.size == member.local.numel()
     return member.step if last or member.step is None else member.step.clone()
 
 
-def _tensors(part: Part, pieces: Sequence[_Piece], slot: int, counts: Sequence[Tensor]) -> _core.TensorSet:
+def _tensors(part: Part, pieces: Sequence[_CopiedPiece], slot: int, counts: Sequence[Tensor]) -> _core.TensorSet:
     """The tensors of ``pieces`` in the slot at that address, as kernels see them."""
     first = part.members[0]
     return _core.TensorSet(

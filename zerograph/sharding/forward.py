@@ -20,17 +20,17 @@ from torch.compiler import is_compiling
 from zerograph.graph.torch_private import skip_frame
 from zerograph.sharding import unsharded
 from zerograph.sharding.torch_private import compiles_calls, in_backward, running_call
-from zerograph.sharding.unsharded import Call
+from zerograph.sharding.unsharded import EagerForward
 
 
 class _Forwards(threading.local):
     """The forwards that Python runs in this thread, outermost first. As a context it is inside of one more."""
 
     def __init__(self) -> None:
-        self.running: list[Call] = []
+        self.running: list[EagerForward] = []
 
     def __enter__(self) -> None:
-        self.running.append(Call(None, self.__enter__, compiles=False))
+        self.running.append(EagerForward(None, self.__enter__, compiles=False))
 
     def __exit__(self, *_: object) -> None:
         self.running.pop()
@@ -62,9 +62,9 @@ skip_frame(_count)
 
 
 @torch.compiler.disable
-def _begin(args: tuple[Any, ...], function: Callable[..., Any], compiles: bool) -> Call:
+def _begin(args: tuple[Any, ...], function: Callable[..., Any], compiles: bool) -> EagerForward:
     module = args[0] if args and isinstance(args[0], nn.Module) else None
-    call = Call(module, function, compiles)
+    call = EagerForward(module, function, compiles)
     FORWARDS.running.append(call)
     unsharded.begins(FORWARDS.running)
     return call
@@ -76,7 +76,7 @@ def _end(inputs: Any, outputs: Any) -> Any:
 
 
 @torch.compiler.disable
-def _leave(call: Call) -> None:
+def _leave(call: EagerForward) -> None:
     FORWARDS.running.remove(call)
     unsharded.close(call)
 
@@ -141,6 +141,6 @@ def count_running_call(modules: Container[nn.Module]) -> None:
     if found is not None:
         module, cleanups = found
         forward = module.forward
-        call = Call(module, getattr(forward, "__wrapped__", forward), compiles=True)
+        call = EagerForward(module, getattr(forward, "__wrapped__", forward), compiles=True)
         FORWARDS.running.append(call)
         cleanups.append(lambda *_: _leave(call))

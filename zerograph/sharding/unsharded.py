@@ -40,7 +40,7 @@ from zerograph.sharding.torch_private import (
 log = logging.getLogger(__name__)
 
 
-class Call:
+class EagerForward:
     """A forward that Python runs.
 
     Attributes:
@@ -191,7 +191,7 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, Unsharded] = weakref.WeakKeyDiction
 # Of all backends: modules, which look here, know none.
 
 
-def begins(running: Sequence[Call]) -> None:
+def begins(running: Sequence[EagerForward]) -> None:
     """The last of the ``running`` forwards begins."""
     call = running[-1]
     if not _may_open(running):
@@ -202,13 +202,13 @@ def begins(running: Sequence[Call]) -> None:
         _open_uncompiled(running[:-1], call, call.compiles)
 
 
-def reads_weight(running: Sequence[Call], compiles: bool) -> None:
+def reads_weight(running: Sequence[EagerForward], compiles: bool) -> None:
     """Code that is not compiled reads a weight in the last of the ``running`` forwards."""
     if _may_open(running):
         _open_uncompiled(running, running[-1], compiles)
 
 
-def is_traced(running: Sequence[Call], code: CodeType) -> bool:
+def is_traced(running: Sequence[EagerForward], code: CodeType) -> bool:
     """Dynamo has traced ``code``, which reads weights; returns whether it is to trace that again, as these are whole
     now."""
     if _may_open(running):
@@ -216,7 +216,7 @@ def is_traced(running: Sequence[Call], code: CodeType) -> bool:
     return any(call.opened is not None for call in running)
 
 
-def ends(running: Sequence[Call], inputs: Any, outputs: Any) -> Any:
+def ends(running: Sequence[EagerForward], inputs: Any, outputs: Any) -> Any:
     """The last of the ``running`` forwards has made ``outputs`` of its ``inputs``; returns what its caller gets."""
     call = running[-1]
     if _may_open(running) and call.module is not None and _has_broken(call.module, call.function):
@@ -224,13 +224,13 @@ def ends(running: Sequence[Call], inputs: Any, outputs: Any) -> Any:
     return call.opened.follow(inputs, outputs) if call.opened is not None else outputs
 
 
-def close(call: Call) -> None:
+def close(call: EagerForward) -> None:
     """``call`` is over, in whatever way."""
     if call.opened is not None:
         call.opened.close()
 
 
-def _may_open(running: Sequence[Call]) -> bool:
+def _may_open(running: Sequence[EagerForward]) -> bool:
     reads = _reads(running[-1]) if running else None
     if reads is None or not reads.routes or any(call.opened is not None for call in running):
         return False
@@ -238,11 +238,11 @@ def _may_open(running: Sequence[Call]) -> bool:
     return not (in_backward() and any(each.is_shown and running[-1].module in each.parts for each in _KNOWN.values()))
 
 
-def _reads(call: Call) -> UncompiledReads | None:
+def _reads(call: EagerForward) -> UncompiledReads | None:
     return call.module.__dict__.get("_zg_reads") if call.module is not None else None
 
 
-def _open_uncompiled(callers: Sequence[Call], call: Call, compiles: bool) -> None:
+def _open_uncompiled(callers: Sequence[EagerForward], call: EagerForward, compiles: bool) -> None:
     """Open the outermost of ``callers`` whose code runs as the user wrote it and is why Dynamo has not compiled it;
     where Dynamo was told to compile nothing, the one that said so, or ``call``."""
     known = [caller for caller in callers if caller.module is not None]
@@ -255,7 +255,7 @@ def _open_uncompiled(callers: Sequence[Call], call: Call, compiles: bool) -> Non
         return
 
 
-def _runs_broken(call: Call, codes: Mapping[CodeType, CodeType]) -> bool:
+def _runs_broken(call: EagerForward, codes: Mapping[CodeType, CodeType]) -> bool:
     part = codes.get(code_of(call.function))  # type: ignore[arg-type]
     return part is not None and call.module is not None and _breaks(call.module, part)
 
@@ -286,7 +286,7 @@ def _contains(code: CodeType, file: str, line: int) -> bool:
     return code.co_filename == file and min(lines, default=0) <= line <= max(lines, default=-1)
 
 
-def _open(call: Call) -> None:
+def _open(call: EagerForward) -> None:
     module, reads = call.module, _reads(call)
     if module is None or reads is None:
         return

@@ -60,9 +60,9 @@ class Wrong:
         return where + self.message
 
 
-Part = tuple[int, int]
+TileKey = tuple[int, int]
 """A bucket and a tile of it."""
-Trail = frozenset[tuple[str, str, Part | str]]
+Trail = frozenset[tuple[str, str, TileKey | str]]
 """Operations, what each moved, and whose that is: a bucket's and tile's, or an activation's by its label."""
 
 
@@ -71,11 +71,11 @@ def check_step(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     return (wrong for _, finder in STEP_CHECKS.values() for wrong in finder(programs, plan))
 
 
-def _parts(bucket: Bucket) -> list[Part]:
+def _parts(bucket: Bucket) -> list[TileKey]:
     return [(bucket.index, tile) for tile in range(bucket.tiles)]
 
 
-def _label(plan: Plan, part: Part) -> tuple[str, str]:
+def _label(plan: Plan, part: TileKey) -> tuple[str, str]:
     """The bucket's name, and what people call that part of it."""
     index, tile = part
     if not 0 <= index < len(plan.buckets):
@@ -102,7 +102,7 @@ def _reductions(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 
 
 def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
-    wanted, done = Counter[Part](), Counter[Part]()
+    wanted, done = Counter[TileKey](), Counter[TileKey]()
     here = Counter[int]()
     for *_, each in _each(programs):
         if isinstance(each, HostUpdate | DeviceUpdate):
@@ -162,7 +162,7 @@ def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 
 def _unawaited(forward: Program) -> Iterator[Wrong]:
     """What brings parameters before their update beside the forward has ended."""
-    ends, seen = dict[int, list[Instruction]](), set[Part]()
+    ends, seen = dict[int, list[Instruction]](), set[TileKey]()
     for place, each in enumerate(forward.instructions):
         match each:
             case HostUpdate() | Move(what="states", rises=False) | Move(what="parameters"):
@@ -177,7 +177,7 @@ def _unawaited(forward: Program) -> Iterator[Wrong]:
 
 
 def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
-    wanted, came = _Wanted(programs, plan), dict[int, Trail]()
+    wanted, came = _Required(programs, plan), dict[int, Trail]()
     if any(program.given for program in programs):  # by the step before, which is like this one
         for _ in _read_elsewhere(programs, wanted, came):
             pass
@@ -187,7 +187,7 @@ def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     yield from _read_elsewhere(programs, wanted, came)
 
 
-def _read_elsewhere(programs: Sequence[Program], wanted: _Wanted, came: dict[int, Trail]) -> Iterator[Wrong]:
+def _read_elsewhere(programs: Sequence[Program], wanted: _Required, came: dict[int, Trail]) -> Iterator[Wrong]:
     """``came`` is by register what has written into it; here the programs go on."""
     saved = dict[str, Trail]()  # lowered programs know what the one before them returned by its name
     for program in programs:
@@ -209,7 +209,7 @@ def _read_elsewhere(programs: Sequence[Program], wanted: _Wanted, came: dict[int
         saved = {contents[at].name: came[at] for at in program.outputs if at in came}
 
 
-class _Wanted:
+class _Required:
     """The data that instructions have to read, by where the plan has it live."""
 
     def __init__(self, programs: Sequence[Program], plan: Plan) -> None:
@@ -256,7 +256,7 @@ class _Wanted:
             yield ("spill",), "gradient"
 
 
-def _whose(each: Instruction) -> Part | str:
+def _whose(each: Instruction) -> TileKey | str:
     if isinstance(each, Move) and each.what == "activations":
         return each.label
     return getattr(each, "bucket", -1), getattr(each, "tile", 0)
@@ -264,7 +264,7 @@ def _whose(each: Instruction) -> Part | str:
 
 def _use(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     # Gathers, and registers on the device of activations that come back, by where they begin.
-    begun, unread = dict[Part | int, tuple[Program, int]](), list[tuple[Program, int]]()
+    begun, unread = dict[TileKey | int, tuple[Program, int]](), list[tuple[Program, int]]()
     gathered = set[int]()
     for program, place, each in _each(programs):
         match each:
@@ -290,7 +290,7 @@ def _use(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 
 
 def _tiles(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
-    whole, ahead = set[Part](), plan.ahead()
+    whole, ahead = set[TileKey](), plan.ahead()
     for program, place, each in _each(programs):
         if isinstance(each, Gather) and each.tiles > 1 and 0 <= each.bucket < len(ahead):
             whole.add((each.bucket, each.tile))
@@ -328,8 +328,8 @@ def _tokens(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
         yield Wrong("tokens", f"{name} is in {wanted} tiles of tokens, and nothing makes one", module=layer or name)
 
 
-Finder = Callable[[Sequence[Program], Plan], Iterator[Wrong]]
-STEP_CHECKS: Mapping[str, tuple[str, Finder]] = {
+StepCheck = Callable[[Sequence[Program], Plan], Iterator[Wrong]]
+STEP_CHECKS: Mapping[str, tuple[str, StepCheck]] = {
     "use": ("sharded parameters are gathered, and something waits for all that comes to the device", _use),
     "tiles ahead": ("no more tiles are whole at a time than are gathered ahead", _tiles),
     "arrivals": ("what is read has come from the tier where it lives", _arrivals),

@@ -25,11 +25,11 @@ from zerograph.core.machine import Tier
 from zerograph.core.program import Program, Segment
 from zerograph.core.timeline import Stream
 
-Memory = tuple[tuple[Tier, int], ...]
+TierBytes = tuple[tuple[Tier, int], ...]
 """Bytes per tier."""
 
 
-def on(tier: Tier, size: int) -> Memory:
+def on(tier: Tier, size: int) -> TierBytes:
     """``size`` bytes on ``tier``."""
     return ((tier, size),) if size else ()
 
@@ -65,8 +65,8 @@ class Fact(NamedTuple):
     seconds: float
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    takes: Memory
-    gives: Memory
+    takes: TierBytes
+    gives: TierBytes
     part: tuple[int, int]  # of a gather, its wait and a free: bucket and tile
     slot: int | None
     kept: bool

@@ -29,7 +29,7 @@ from zerograph.core.program import Program
 from zerograph.core.timeline import Forecast
 from zerograph.sim.buffers import GatherBuffers
 from zerograph.sim.cells import Cells
-from zerograph.sim.costs import COMPUTE, FREE, GATHER, MARK, REDUCE, VIEW, WAIT, CostModel, Costs, Fact, Memory
+from zerograph.sim.costs import COMPUTE, FREE, GATHER, MARK, REDUCE, VIEW, WAIT, CostModel, Costs, Fact, TierBytes
 from zerograph.sim.forecast import forecast
 from zerograph.sim.tasks import LATE, Tasks
 
@@ -77,7 +77,7 @@ def again(before: Forecast, seconds: Sequence[float], holdings: Iterable[Holding
     return forecast(tuple(spans), run, holdings, before.not_counted)
 
 
-def time_and_peaks(programs: Sequence[Program], costs: Costs, held: Memory = ()) -> tuple[float, Peaks, int]:
+def time_and_peaks(programs: Sequence[Program], costs: Costs, held: TierBytes = ()) -> tuple[float, Peaks, int]:
     """Seconds and peak bytes of every tier that :func:`simulate` finds for a sketch, and how many tasks it has.
 
     The registers of a sketch have memory of their own each, so that an instruction takes and gives the same in every

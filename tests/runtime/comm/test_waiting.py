@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.runtime.comm.rendezvous import Rendezvous
-from zerograph.runtime.comm.waiting import Place, Wait
+from zerograph.runtime.comm.waiting import BegunWait, WaitedPlace
 
 
 def each(path: Path, *actions: Callable[[Rendezvous], None], timeout: float) -> list[Exception | None]:
@@ -39,23 +39,23 @@ def each(path: Path, *actions: Callable[[Rendezvous], None], timeout: float) -> 
     return found
 
 
-PROGRAM_3 = Place(0, 3, "", "in the forward")
+PROGRAM_3 = WaitedPlace(0, 3, "", "in the forward")
 
 
 @pytest.mark.parametrize(
     ("other", "in_vain"),
     [
-        (Place(1, 2, "plan", "for a plan"), True),  # it comes to the program only afterwards
-        (Place(1, 3, "plan", "for a plan"), False),  # it has been in the program
-        (Place(1, 2, "", "in another program"), False),  # it may be slower
-        (Place(1, 3, "", "in another program"), False),  # which was compared when it began
+        (WaitedPlace(1, 2, "plan", "for a plan"), True),  # it comes to the program only afterwards
+        (WaitedPlace(1, 3, "plan", "for a plan"), False),  # it has been in the program
+        (WaitedPlace(1, 2, "", "in another program"), False),  # it may be slower
+        (WaitedPlace(1, 3, "", "in another program"), False),  # which was compared when it began
     ],
 )
-def test_who_waits_in_vain(other: Place, in_vain: bool) -> None:
+def test_who_waits_in_vain(other: WaitedPlace, in_vain: bool) -> None:
     assert PROGRAM_3.deadlocks_with(other) is other.deadlocks_with(PROGRAM_3) is in_vain
-    plan = Place(0, 0, "plan", "for a plan")
-    assert plan.deadlocks_with(Place(1, 5, "budget", "for a budget"))
-    assert not plan.deadlocks_with(Place(1, 5, "plan", "for a plan"))
+    plan = WaitedPlace(0, 0, "plan", "for a plan")
+    assert plan.deadlocks_with(WaitedPlace(1, 5, "budget", "for a budget"))
+    assert not plan.deadlocks_with(WaitedPlace(1, 5, "plan", "for a plan"))
 
 
 def asks(what: str, rank: int) -> Callable[[Rendezvous], None]:
@@ -64,7 +64,7 @@ def asks(what: str, rank: int) -> Callable[[Rendezvous], None]:
 
 def runs(rendezvous: Rendezvous) -> None:
     rendezvous.programs += 1
-    with Wait(rendezvous, "in the forward", lambda: [1]) as wait:
+    with BegunWait(rendezvous, "in the forward", lambda: [1]) as wait:
         while True:
             wait.look()
             time.sleep(0.05)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.runtime.homes.blocks import UNIT, Block, Run
+from zerograph.runtime.homes.blocks import UNIT, Block, ShardRun
 
 
 def block(*counts: int) -> Block:
@@ -17,13 +17,16 @@ def test_neighbours_are_one_run_and_the_last_one_has_the_padding() -> None:
     found = block(100, 0, 30, 5000)
     assert found.begins == {"p0": 0, "p1": 128, "p2": 128, "p3": 192} and found.ends["p3"] == 5192
     assert found.elements == 3 * UNIT
-    assert list(found.runs(["p0", "p1"])) == [Run(0, 128, ("p0", "p1"))]
-    assert list(found.runs(["p3", "p0"])) == [Run(0, 128, ("p0",)), Run(192, 3 * UNIT, ("p3",))]
+    assert list(found.runs(["p0", "p1"])) == [ShardRun(0, 128, ("p0", "p1"))]
+    assert list(found.runs(["p3", "p0"])) == [ShardRun(0, 128, ("p0",)), ShardRun(192, 3 * UNIT, ("p3",))]
 
 
 def test_reads_skip_only_what_is_worth_a_transfer_of_its_own() -> None:
     found = block(100, 30, 10**6, 50)
-    assert found.reads(["p0", "p3"]) == [Run(0, UNIT, ("p0",)), Run(1_000_192 // UNIT * UNIT, found.elements, ("p3",))]
+    assert found.reads(["p0", "p3"]) == [
+        ShardRun(0, UNIT, ("p0",)),
+        ShardRun(1_000_192 // UNIT * UNIT, found.elements, ("p3",)),
+    ]
     assert [run.names for run in found.reads(["p0", "p2"])] == [("p0", "p2")]
 
 

@@ -23,7 +23,7 @@ BASE = 1 << 36
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class AddressedHolding:
     """A holding at an address, from ``begin`` to ``end`` in seconds; None stands for outside of the step."""
 
     holding: Holding
@@ -51,17 +51,17 @@ def snapshot(file: PlanFile) -> dict[str, Any]:
     }
 
 
-def place(holdings: Sequence[Holding], spans: Sequence[Span]) -> list[Placed]:
+def place(holdings: Sequence[Holding], spans: Sequence[Span]) -> list[AddressedHolding]:
     """Give every holding the lowest address that is free for all of its time."""
-    placed: list[Placed] = []
-    live: list[Placed] = []
+    placed: list[AddressedHolding] = []
+    live: list[AddressedHolding] = []
     ordered = sorted((h for h in holdings if h.bytes), key=lambda h: _begin(h, spans) or 0.0)
     for holding in ordered:
         begin = _begin(holding, spans)
         end = None if holding.last == -1 else spans[holding.last].end
         # What begins at the moment at which another ends may have its place, unless that lasts for the moment only.
         live = [p for p in live if p.end is None or begin is None or p.end > begin or p.begin == begin]
-        new = Placed(holding, _gap(live, holding.bytes), begin, end)
+        new = AddressedHolding(holding, _gap(live, holding.bytes), begin, end)
         placed.append(new)
         live.append(new)
     return placed
@@ -71,7 +71,7 @@ def _begin(holding: Holding, spans: Sequence[Span]) -> float | None:
     return None if holding.first == -1 else spans[holding.first].start
 
 
-def _gap(live: Sequence[Placed], size: int) -> int:
+def _gap(live: Sequence[AddressedHolding], size: int) -> int:
     address = BASE
     for other in sorted(live, key=lambda p: p.address):
         if other.address - address >= size:
@@ -80,7 +80,7 @@ def _gap(live: Sequence[Placed], size: int) -> int:
     return address
 
 
-def _trace(placed: Sequence[Placed]) -> Iterator[dict[str, Any]]:
+def _trace(placed: Sequence[AddressedHolding]) -> Iterator[dict[str, Any]]:
     """Allocations and releases in time order; what is there from the start has no allocation, as in a real trace."""
     events = [(p.begin, 1, i) for i, p in enumerate(placed) if p.begin is not None]
     # At one moment what ended gives back first, and what is held for that moment only gives back last.
@@ -97,7 +97,7 @@ def _trace(placed: Sequence[Placed]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _segment(device: int, placed: Sequence[Placed]) -> dict[str, Any]:
+def _segment(device: int, placed: Sequence[AddressedHolding]) -> dict[str, Any]:
     """All memory of a tier as one segment, with the blocks that are left at the end of the step."""
     blocks = list(_blocks(placed))
     active = sum(b["size"] for b in blocks if b["state"] == "active_allocated")
@@ -117,7 +117,7 @@ def _segment(device: int, placed: Sequence[Placed]) -> dict[str, Any]:
     }
 
 
-def _blocks(placed: Sequence[Placed]) -> Iterator[dict[str, Any]]:
+def _blocks(placed: Sequence[AddressedHolding]) -> Iterator[dict[str, Any]]:
     address = BASE
     for p in sorted((p for p in placed if p.end is None), key=lambda p: p.address):
         if p.address > address:

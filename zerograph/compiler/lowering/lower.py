@@ -42,9 +42,9 @@ from zerograph.graph import ops
 from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owner, moved_bytes, packed_bytes
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
 from zerograph.graph.nodes import (
-    Saved,
+    BucketFact,
+    SavedFact,
     TokenTile,
-    Transfer,
     is_size,  # arithmetic that every segment which needs it repeats
     output_of,
 )
@@ -258,10 +258,10 @@ class _Lowering:
                 instruction = self._down(move, home, reads, outs, self._staged(node, home, sizes), into)
         self.instructions.append(instruction)
 
-    def _residency(self, info: Transfer) -> Residency:
+    def _residency(self, info: BucketFact) -> Residency:
         return self.plan.buckets[info.bucket].residency
 
-    def _homes(self, info: Transfer) -> Homes:
+    def _homes(self, info: BucketFact) -> Homes:
         return self.plan.buckets[info.bucket].homes
 
     def _end_of_tile(self, node: fx.Node) -> dict[str, Any]:
@@ -318,12 +318,12 @@ class _Lowering:
         facts = {"bucket": info.bucket, "tile": info.tile, "params": info.params, "home": home}
         return lambda a, b, reads, outs: Move(a, b, what, label, name, size, reads, outs, **facts)
 
-    def _move_saved(self, info: Saved) -> _Moving:
+    def _move_saved(self, info: SavedFact) -> _Moving:
         module, size = layer_of_activation(info.label) or info.label, sum(info.bytes)
         what, home = "activations", info.tier
         return lambda a, b, reads, outs: Move(a, b, what, info.label, module, size, reads, outs, home=home)
 
-    def _describe_saved(self, info: Saved, tensors: Any, outs: tuple[int, ...]) -> None:
+    def _describe_saved(self, info: SavedFact, tensors: Any, outs: tuple[int, ...]) -> None:
         """Registers ``outs`` hold what ``tensors`` do, on another tier."""
         for out, first, tensor in zip(outs, info.memory, tensors, strict=True):
             self.names[out], self.shared[out], self.bytes[out] = tensor.name, outs[first], info.bytes[first]
@@ -379,7 +379,7 @@ class _Lowering:
         self.instructions.append(Compute(self.segments[segment.digest], args, results, (), module, source, token_tiles))
 
 
-def _tile(info: Transfer) -> dict[str, Any]:
+def _tile(info: BucketFact) -> dict[str, Any]:
     return {"tile": info.tile, "tiles": info.tiles}
 
 

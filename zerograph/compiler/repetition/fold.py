@@ -22,7 +22,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.frame import Frame
-from zerograph.compiler.repetition.layer_nodes import LayerNodes, NotFoldable, Place
+from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotFoldable
 from zerograph.compiler.repetition.unfold import Joint, Repeat, parameters_in
 from zerograph.compiler.torch_private import as_dynamos, lazily_coded, separate_context, trace_and_split, trace_given
 from zerograph.graph.layers import module_of
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 LEAST = 8
 """Layers that a stack has, at least, for tracing four of them to pay."""
 
-Region = torch.ops.higher_order.tag_activation_checkpoint
+CheckpointRegion = torch.ops.higher_order.tag_activation_checkpoint
 """A call under ``torch.utils.checkpoint``: its first argument is the graph that runs there."""
 
 
@@ -166,7 +166,7 @@ class _Folding:
         self._find_stack(nodes)
         self._assign_layers(nodes)
         last = len(self.numbers) - 1
-        layers: list[dict[Place, fx.Node]] = [{} for _ in self.numbers]
+        layers: list[dict[LayerPlace, fx.Node]] = [{} for _ in self.numbers]
         for where, node in self.nodes.at.items():
             layers[where.layer][where._replace(layer=0)] = node
         # Each layer of the middle is compared with the one before; the first and the last may be of another kind.
@@ -223,7 +223,7 @@ class _Folding:
             raise NotFoldable("it does not return the same of every layer, layer after layer")
         return left, outputs
 
-    def _new_source(self, new: dict[fx.Node, fx.Node], reader: Place | None, old: fx.Node) -> fx.Node:
+    def _new_source(self, new: dict[fx.Node, fx.Node], reader: LayerPlace | None, old: fx.Node) -> fx.Node:
         """The node that a node at ``reader`` reads in place of ``old``."""
         there, last = self.nodes.places.get(old), len(self.numbers) - 1
         if there is None or there.layer in (0, 1, last - 1, last):
@@ -249,7 +249,7 @@ class _Folding:
 
     def _module(self, node: fx.Node) -> str:
         """The module that ``node`` belongs to; for a checkpointed region and its call, that of what runs in it."""
-        source = node.args[0] if node.target is Region else node
+        source = node.args[0] if node.target is CheckpointRegion else node
         body = _body(self.gm, source) if isinstance(source, fx.Node) else None
         if body is None:
             return module_of(node) or ""
@@ -264,7 +264,7 @@ class _Folding:
         self.nodes.add_stretches("forward", computing, layers, range(len(order)))
         self.nodes.add_inputs(nodes, lambda node: node.users, lambda _: "input")
 
-    def _compare(self, layer: int, parts: dict[Place, fx.Node], before: dict[Place, fx.Node]) -> None:
+    def _compare(self, layer: int, parts: dict[LayerPlace, fx.Node], before: dict[LayerPlace, fx.Node]) -> None:
         """Raises unless ``layer``, of these ``parts``, does what the one before it does."""
         if parts.keys() != before.keys():
             raise NotFoldable(f"layers {layer - 1} and {layer} have {len(before)} and {len(parts)} nodes")

@@ -8,18 +8,18 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 
-Part = Literal["input", "tangent", "forward", "backward"]
+LayerPart = Literal["input", "tangent", "forward", "backward"]
 
 
 class NotFoldable(Exception):
     """The layers do not repeat as they must; says why."""
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """Where a node of a layer stands: which layer, in which of its stretches, and how far in that."""
 
     layer: int
-    part: Part
+    part: LayerPart
     offset: int
 
 
@@ -32,8 +32,8 @@ class LayerNodes:
     """
 
     def __init__(self) -> None:
-        self.places: dict[fx.Node, Place] = {}
-        self.at: dict[Place, fx.Node] = {}
+        self.places: dict[fx.Node, LayerPlace] = {}
+        self.at: dict[LayerPlace, fx.Node] = {}
 
     def layer(self, node: fx.Node) -> int | None:
         """The layer that ``node`` belongs to; None outside of layers."""
@@ -41,7 +41,7 @@ class LayerNodes:
         return place.layer if place is not None else None
 
     def add_stretches(
-        self, part: Part, nodes: Sequence[fx.Node], layers: Sequence[int | None], order: Sequence[int]
+        self, part: LayerPart, nodes: Sequence[fx.Node], layers: Sequence[int | None], order: Sequence[int]
     ) -> None:
         """Give every layer a stretch of ``nodes``: from its first node to the next one's; the last one's, to its last.
 
@@ -65,24 +65,27 @@ class LayerNodes:
             if lasts[layer] >= end or begin >= end:
                 raise NotFoldable(f"the layers are mixed in the {part}")
             for i in range(begin, end):
-                self._put(nodes[i], Place(layer, part, i - begin))
+                self._put(nodes[i], LayerPlace(layer, part, i - begin))
 
     def add_inputs(
-        self, nodes: Iterable[fx.Node], users: Callable[[fx.Node], Iterable[fx.Node]], part: Callable[[fx.Node], Part]
+        self,
+        nodes: Iterable[fx.Node],
+        users: Callable[[fx.Node], Iterable[fx.Node]],
+        part: Callable[[fx.Node], LayerPart],
     ) -> None:
         """Give a layer the inputs among ``nodes`` whose ``users`` are all its own: its weights, its entry of a cache.
 
         An input that several layers read (a mask, rotary tables) belongs to none.
         """
-        counts: Counter[tuple[int, Part]] = Counter()
+        counts: Counter[tuple[int, LayerPart]] = Counter()
         for node in nodes:
             if node.op == "placeholder":
                 layers = {self.layer(user) for user in users(node)}
                 layer = layers.pop() if len(layers) == 1 else None
                 if layer is not None:
                     key = layer, part(node)
-                    self._put(node, Place(*key, counts[key]))
+                    self._put(node, LayerPlace(*key, counts[key]))
                     counts[key] += 1
 
-    def _put(self, node: fx.Node, place: Place) -> None:
+    def _put(self, node: fx.Node, place: LayerPlace) -> None:
         self.places[node], self.at[place] = place, node

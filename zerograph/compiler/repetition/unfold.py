@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from zerograph.compiler.repetition.layer_nodes import LayerNodes, NotFoldable, Place
+from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotFoldable
 from zerograph.compiler.torch_private import fake_as, is_fake, lazily_coded, outside_fake_mode
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import SPEC_AT, Activation, backward_nodes, is_view
@@ -113,7 +113,7 @@ class _Unfolding:
     outputs: Sequence[tuple[int, int]]
     nodes: LayerNodes = field(default_factory=LayerNodes)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what is not repeated
-    copies: dict[tuple[Place, int], fx.Node] = field(default_factory=dict)
+    copies: dict[tuple[LayerPlace, int], fx.Node] = field(default_factory=dict)
     regions: tuple[int, int] = (0, 0)  # of torch.utils.checkpoint: the template's last one, and how many are a layer's
     elements: dict[int, torch.Tensor] = field(default_factory=dict)  # of fake tensors made here, what is in them, by id
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -266,7 +266,7 @@ class _Unfolding:
         found = self._beside(a, b, number)
         return self.new[found] if isinstance(found, fx.Node) else self.copies[found]
 
-    def _beside(self, a: fx.Node, b: fx.Node, number: int) -> fx.Node | tuple[Place, int]:
+    def _beside(self, a: fx.Node, b: fx.Node, number: int) -> fx.Node | tuple[LayerPlace, int]:
         """The node or copy that stands for ``a``, which the template reads where the layer before reads ``b``."""
         here, there = self.nodes.places.get(a), self.nodes.places.get(b)
         # Both read the same node outside of layers.
@@ -391,7 +391,7 @@ def _replacer(pattern: str, replacement: str) -> Callable[[str], str]:
     return lambda text: compiled.sub(replacement, text, count=1) if isinstance(text, str) else text
 
 
-def _stretches(nodes: list[fx.Node], places: dict[fx.Node, Place], template: int) -> list[list[fx.Node]]:
+def _stretches(nodes: list[fx.Node], places: dict[fx.Node, LayerPlace], template: int) -> list[list[fx.Node]]:
     """``nodes`` in order, cut where the template's parts begin and end.
 
     Raises:

@@ -14,7 +14,7 @@ from zerograph.optim.algorithm import Algorithm
 from zerograph.optim.algorithms.adagrad import ADAGRAD
 from zerograph.optim.algorithms.adam import ADAM
 from zerograph.optim.algorithms.sgd import MOMENTUM
-from zerograph.runtime.homes.blocks import Place
+from zerograph.runtime.homes.blocks import StatePlace
 from zerograph.runtime.homes.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor, placed_as
 
@@ -36,7 +36,7 @@ def make_states(optimizer: Optimizer, store: ShardStore) -> None:
                 _make(optimizer, group, param, store, places[id(param)])
 
 
-def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: ShardStore, place: Place) -> None:
+def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: ShardStore, place: StatePlace) -> None:
     names = _names(optimizer, group)
     if not names:
         return  # an empty dict in `state` would count as one

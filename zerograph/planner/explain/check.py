@@ -199,10 +199,10 @@ def _at(place: int, op: Op, message: str) -> Found:
     return place, op.module, op.source, message
 
 
-Finder = Callable[[Step, Plan], Iterator[Found]]
+PlanCheck = Callable[[Step, Plan], Iterator[Found]]
 
 
-def _of_plan(finder: Callable[[Plan], Iterator[Found]]) -> Finder:
+def _of_plan(finder: Callable[[Plan], Iterator[Found]]) -> PlanCheck:
     return lambda step, plan: finder(plan)
 
 
@@ -213,7 +213,7 @@ PLAN_CHECKS: Mapping[str, tuple[str, Callable[[Plan], Iterator[Found]]]] = {
 }
 """The checks that need no step."""
 
-CHECKS: Mapping[str, tuple[str, Finder]] = {
+CHECKS: Mapping[str, tuple[str, PlanCheck]] = {
     **{name: (text, _of_plan(finder)) for name, (text, finder) in PLAN_CHECKS.items()},
     "parameters": ("the plan is about the very parameters of the step", _parameters),
     "layers": ("layers that are recomputed or offloaded exist", _layers),

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from zerograph.core.config import Tile
+from zerograph.core.config import TileOption
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.rows import largest
 from zerograph.core.step import Mlp, Param, Step
 
 
-def tiles_wanted(wanted: Tile, step: Step, world_size: int, bucket_size: int) -> dict[str, int]:
+def tiles_wanted(wanted: TileOption, step: Step, world_size: int, bucket_size: int) -> dict[str, int]:
     """Tiles of each parameter of ``step`` that is to be in several.
 
     A number is that of parameters that are larger than a bucket and can be in tiles; patterns name theirs, of which the
@@ -144,7 +144,7 @@ def _require_tilable(param: Param, tiles: int, tilable: set[str], world_size: in
         )
 
 
-def refuse_unknown(wanted: Tile, names: Iterable[str]) -> None:
+def refuse_unknown(wanted: TileOption, names: Iterable[str]) -> None:
     """Raises:
     ConfigError: a pattern fits none of the model's parameters.
     """

@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_right
 
 from zerograph.core.machine import TIERS
-from zerograph.sim.costs import Memory
+from zerograph.sim.costs import TierBytes
 from zerograph.sim.tasks import Tasks
 
 Moment = tuple[float, int, int]
@@ -14,7 +14,7 @@ Moment = tuple[float, int, int]
 START: Moment = (-1.0, 0, 0)
 
 
-def peaks_by_part(run: Tasks, held: Memory) -> list[list[tuple[int, Moment]]]:
+def peaks_by_part(run: Tasks, held: TierBytes) -> list[list[tuple[int, Moment]]]:
     """By tier and part of a step, the most bytes that are held, and when. ``held`` is there all the time.
 
     The parts are the forward, the halves of the backward, and the update; an inference is a forward alone. A peak lies

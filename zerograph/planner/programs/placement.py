@@ -19,7 +19,7 @@ from zerograph.core.plan import Homes, Plan, tile_rows
 from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
 from zerograph.planner.programs.rates import Rates
-from zerograph.sim.costs import Memory
+from zerograph.sim.costs import TierBytes
 
 APART = Homes(gradients="nvme", optimizer="nvme")
 """Where all that can be updated off the device is, and what is gathered is on it."""
@@ -119,7 +119,7 @@ class Shards:
         parameters = copies + frozen_copies + left - masters
         return Placed(masters, copies, shared, frozen, fetched, in_place, left, optimizer, traffic, parameters)
 
-    def moved(self, homes: Homes) -> Memory:
+    def moved(self, homes: Homes) -> TierBytes:
         """The bytes that ``homes`` add to each tier between steps, and take off the device (below zero)."""
         if homes.optimizer == "device":
             return ()

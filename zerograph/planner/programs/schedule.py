@@ -1,8 +1,8 @@
-"""Divides a step into pieces of work and visits of buckets, before anything is partitioned or lowered.
+"""Divides a step into pieces of work and intervals of buckets, before anything is partitioned or lowered.
 
-It follows what the passes and the lowering will do, at the grain of one piece per layer and visit of a bucket. Coarser
-than programs that run: what is saved follows :mod:`~zerograph.planner.profile.liveness`, memory of a layer that a plan
-cuts in several is taken with its first part, and several short layers are not merged into one segment.
+It follows what the passes and the lowering will do, at the grain of one piece per layer and interval of a bucket.
+Coarser than programs that run: what is saved follows :mod:`~zerograph.planner.profile.liveness`, memory of a layer that
+a plan cuts in several is taken with its first part, and several short layers are not merged into one segment.
 
 The work that plans of the same buckets, tiles, prefetch and recomputation share is done here, once, because the search
 changes residencies and homes hundreds of times; from it :mod:`~zerograph.planner.programs.sketch` makes the programs of
@@ -25,14 +25,14 @@ from zerograph.core.instructions import (
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Homes, Plan
-from zerograph.core.prefetching import Visit, gathers_by_start, visits
+from zerograph.core.prefetching import UnshardedInterval, gathers_by_start, unsharded_intervals
 from zerograph.core.program import Register, Segment
 from zerograph.core.segment_profile import SegmentProfile
 from zerograph.core.step import Kind, Param, Phase
 from zerograph.planner.profile.regions import Atom, Life, Profile
 from zerograph.planner.programs.placement import BucketPart, bucket_parts, ring_bytes, streamed
 from zerograph.planner.programs.rates import Rates, device_update
-from zerograph.sim.costs import Costs, Memory
+from zerograph.sim.costs import Costs, TierBytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class Piece:
     Attributes:
         compute: as it runs whole, where nothing is offloaded.
         region: that it belongs to; ``first`` and ``last`` say whether it begins and ends that.
-        visits: those that start before it.
+        intervals: those that start before it.
         ready: buckets whose last gradient it makes.
         slices: how many slices it runs in, one after another; more than 1 where it works on tiles.
         reads, makes: tiled buckets that it reads, and whose gradient it makes.
@@ -55,7 +55,7 @@ class Piece:
     region: int
     first: bool
     last: bool
-    visits: tuple[int, ...]
+    intervals: tuple[int, ...]
     ready: tuple[int, ...]
     slices: int = 1
     reads: tuple[int, ...] = ()
@@ -71,15 +71,15 @@ class PhaseWork:
 
     Attributes:
         regions: in order.
-        gathers: visit -> those whose gather begins at its start.
-        frees: visit, or their number for the end -> those freed at its start.
+        gathers: interval -> those whose gather begins at its start.
+        frees: interval, or their number for the end -> those freed at its start.
         gradients: bucket -> registers of the full gradients that its reduction reads.
     """
 
     name: Phase
     regions: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    visits: tuple[Visit, ...]
+    intervals: tuple[UnshardedInterval, ...]
     gathers: Mapping[int, Sequence[int]]
     frees: Mapping[int, Sequence[int]]
     gradients: Mapping[int, tuple[int, ...]]
@@ -145,7 +145,7 @@ class Scheduler:
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
         self._saved: dict[tuple[object, ...], SavedRegisters] = {}
         self._held: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        self._moved: dict[tuple[int, Homes], Memory] = {}
+        self._moved: dict[tuple[int, Homes], TierBytes] = {}
         self._streamed = [streamed(params, rates.world_size) for params in buckets]
 
     def fresh(self) -> Scheduler:
@@ -170,7 +170,7 @@ class Scheduler:
             return found
         if (*key, ahead) not in self._later:  # only what begins when differs
             self._later[*key, ahead] = tuple(
-                replace(phase, gathers=gathers_by_start(phase.visits, plan.prefetch, ahead)) for phase in found
+                replace(phase, gathers=gathers_by_start(phase.intervals, plan.prefetch, ahead)) for phase in found
             )
         return self._later[*key, ahead]
 
@@ -189,7 +189,7 @@ class Scheduler:
             self._all[tiles] = tuple(self.bucket_parts(bucket, count) for bucket, count in enumerate(tiles))
         return self._all[tiles]
 
-    def moved(self, plan: Plan) -> Memory:
+    def moved(self, plan: Plan) -> TierBytes:
         """The change of memory held between steps by homes of buckets off the device, by tier."""
         found: dict[Tier, int] = {}
         for bucket in plan.buckets:
@@ -284,7 +284,7 @@ class Scheduler:
 def _phases(
     scheduler: Scheduler, tiles: tuple[int, ...], prefetch: int, levels: tuple[int, ...]
 ) -> Iterator[PhaseWork]:
-    """Divide the regions of each phase into pieces and visits."""
+    """Divide the regions of each phase into pieces and intervals."""
     profile, at = scheduler.profile, levels_of(scheduler.profile, levels)
     saved = scheduler.saved(levels, ())
     forward, backward = (
@@ -386,22 +386,22 @@ def _phase(
     later: frozenset[int] = frozenset(),
     made_before: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> PhaseWork:
-    """One phase in pieces and visits. Gradients of buckets that get some ``later`` are not ready in it, and those that
-    were ``made_before`` are reduced with those that it makes."""
+    """One phase in pieces and intervals. Gradients of buckets that get some ``later`` are not ready in it, and those
+    that were ``made_before`` are reduced with those that it makes."""
     parts: list[tuple[int, _RegionPart]] = []
     begins: list[int] = []
     for k in regions:
         found = scheduler.parts(k, levels[k])
         begins += [len(parts)] * len(found)
         parts += [(k, part) for part in found]
-    found_visits = visits([part.buckets for _, part in parts], begins, prefetch)
+    found_intervals = unsharded_intervals([part.buckets for _, part in parts], begins, prefetch)
     tiled = frozenset(bucket for bucket, count in enumerate(tiles) if count > 1)
     # Work on tiles runs in slices, so that it is cut off from what stands before it and behind it.
     alone = [i for i, (_, part) in enumerate(parts) if tiled and not tiled.isdisjoint((*part.buckets, *part.gradients))]
-    cuts = sorted({*begins, *(v.start for v in found_visits), *alone, *(i + 1 for i in alone if i + 1 < len(parts))})
+    cuts = sorted({*begins, *(v.start for v in found_intervals), *alone, *(i + 1 for i in alone if i + 1 < len(parts))})
     starts: dict[int, list[int]] = {}
-    for number, visit in enumerate(found_visits):
-        starts.setdefault(visit.start, []).append(number)
+    for number, interval in enumerate(found_intervals):
+        starts.setdefault(interval.start, []).append(number)
     ready: dict[int, list[int]] = {}
     # Of several parts that make gradients of a bucket, the dict keeps the last: then the bucket can be reduced.
     for bucket, at in {bucket: i for i, (_, part) in enumerate(parts) for bucket in part.gradients}.items():
@@ -445,9 +445,9 @@ def _phase(
         done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
         visited = tuple(starts.get(begin, ()))
         pieces.append(Piece(compute, k, first, last, visited, done, slices, reads, makes, tuple(made), work, temporary))
-    gathered = gathers_by_start(found_visits, prefetch, ())
-    frees = _frees(found_visits)
-    return PhaseWork(name, tuple(regions), tuple(pieces), found_visits, gathered, frees, gradients)
+    gathered = gathers_by_start(found_intervals, prefetch, ())
+    frees = _frees(found_intervals)
+    return PhaseWork(name, tuple(regions), tuple(pieces), found_intervals, gathered, frees, gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +469,7 @@ def _parts(atoms: Sequence[Atom], bucket_of: dict[str, int]) -> list[_RegionPart
         gradients: dict[int, int] = {}
         for name, size in atom.gradients:
             gradients[bucket_of[name]] = gradients.get(bucket_of[name], 0) + size
-        # It reads nothing that the part before has not made whole, so no visit can begin here.
+        # It reads nothing that the part before has not made whole, so no interval can begin here.
         if parts and set(buckets) <= set(parts[-1].buckets):
             old = parts.pop()
             for bucket, size in old.gradients.items():
@@ -481,9 +481,9 @@ def _parts(atoms: Sequence[Atom], bucket_of: dict[str, int]) -> list[_RegionPart
     return parts
 
 
-def _frees(found: Sequence[Visit]) -> dict[int, list[int]]:
-    """Which visits' buckets are freed at the start of each visit."""
+def _frees(found: Sequence[UnshardedInterval]) -> dict[int, list[int]]:
+    """Which intervals' buckets are freed at the start of each interval."""
     frees: dict[int, list[int]] = {}
-    for i, visit in enumerate(found):
-        frees.setdefault(visit.freed, []).append(i)
+    for i, interval in enumerate(found):
+        frees.setdefault(interval.freed, []).append(i)
     return frees

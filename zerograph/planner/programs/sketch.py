@@ -101,7 +101,7 @@ class _Sketch:
         for phase in scheduler.phases(plan):
             self.kind, self.instructions = phase.name, []
             if phase.name == "forward" and plan.overlap == "forward" and scheduler.profile.training:
-                self.late.extend(dict.fromkeys(visit.bucket for visit in phase.visits))
+                self.late.extend(dict.fromkeys(interval.bucket for interval in phase.intervals))
                 self._update_ahead()
             elif phase.name == "forward" and plan.overlap == "delayed" and scheduler.profile.training:
                 self._update_delayed()
@@ -134,8 +134,8 @@ class _Sketch:
     def _phase(self, phase: PhaseWork) -> None:
         instructions = self.instructions
         backward = phase.name == "backward"
-        for visit in phase.gathers.get(0, ()):
-            self._gather(phase.visits[visit].bucket)
+        for interval in phase.gathers.get(0, ()):
+            self._gather(phase.intervals[interval].bucket)
         if backward and self.saved is not None:
             self._fetch_saved(phase, 0)
         ready: tuple[int, ...] = ()
@@ -147,19 +147,19 @@ class _Sketch:
                 place += 1
                 if backward:
                     self._fetch_saved(phase, place)
-            for visit in piece.visits:
-                self._free(phase, visit)
-                # Those of the first visit began above, before anything computes.
-                for other in phase.gathers.get(visit, ()) if visit else ():
-                    self._gather(phase.visits[other].bucket)
-                bucket = phase.visits[visit].bucket
+            for interval in piece.intervals:
+                self._free(phase, interval)
+                # Those of the first interval began above, before anything computes.
+                for other in phase.gathers.get(interval, ()) if interval else ():
+                    self._gather(phase.intervals[other].bucket)
+                bucket = phase.intervals[interval].bucket
                 if bucket in self.fetched:
                     self.fetched.remove(bucket)
                     instructions.append(self._once(bucket_work.gather_fetched, bucket, self.buckets[bucket].homes))
                 instructions.append(
                     self._once(bucket_work.wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket))
                 )
-            # Behind the frees and gathers of visits that begin here: the pass `reduce` uses the next cut, too.
+            # Behind the frees and gathers of intervals that begin here: the pass `reduce` uses the next cut, too.
             for bucket in ready:
                 self._reduce(bucket, 0, phase.gradients[bucket])
             ready = piece.ready
@@ -173,7 +173,7 @@ class _Sketch:
                 self._offload_saved(piece.region)
         for bucket in ready:
             self._reduce(bucket, 0, phase.gradients[bucket])
-        self._free(phase, len(phase.visits))
+        self._free(phase, len(phase.intervals))
         while self.under_way:
             self._wait_reduce(last=len(self.under_way) == 1)
 
@@ -193,7 +193,7 @@ class _Sketch:
         """Slices of a piece: the tiles that each works on come before it, and are free and reduced after it."""
         instructions, slices = self.instructions, piece.slices
         whole = self._offloading(piece) if self.saved is not None else piece.compute
-        # The first tile may be there: the visit's gather, which began ahead, is of that one.
+        # The first tile may be there: the interval's gather, which began ahead, is of that one.
         brought = {bucket: int(bucket in self.whole) for bucket in piece.reads}
         self.whole.difference_update(piece.reads)
         for i in range(slices):
@@ -266,9 +266,9 @@ class _Sketch:
             held = self.rates.overlaps and self.buckets[bucket].residency == "step" and homes.optimizer != "device"
         return homes if held and homes.parameters == "device" else None
 
-    def _free(self, phase: PhaseWork, visit: int) -> None:
-        for i in phase.frees.get(visit, ()):
-            bucket = phase.visits[i].bucket
+    def _free(self, phase: PhaseWork, interval: int) -> None:
+        for i in phase.frees.get(interval, ()):
+            bucket = phase.intervals[i].bucket
             if self.buckets[bucket].tiles > 1:
                 continue  # tiles are freed one by one
             if not stays_whole(self.buckets[bucket].residency, phase.name):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from zerograph.core.config import DEFAULT_PREFETCH, Config, Recompute, Tile
+from zerograph.core.config import DEFAULT_PREFETCH, Config, Recompute, TileOption
 from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
 from zerograph.core.machine import Machine, Tier
@@ -52,7 +52,7 @@ class Constraints:
     tile: bool | None = None
     loss: int | Literal["auto"] | None = None
     tokens: int | Literal["auto"] | None = None
-    tiling: Tile = "auto"
+    tiling: TileOption = "auto"
     update: Update = "host"
     overlap: Overlap = "none"
     executable: Executable | None = None

@@ -165,7 +165,7 @@ def residency(space: SearchSpace) -> Decision:
 
 
 def starts(space: SearchSpace, most: int) -> Decision:
-    """How many visits before its own each bucket is gathered, at most."""
+    """How many intervals before its own each bucket is gathered, at most."""
 
     choices = dict.fromkeys(range(len(space.plan.buckets)), range(most + 1))
     return Decision(
@@ -323,7 +323,7 @@ def _named(saved: Mapping[str, Sequence[str]], tier_of: Mapping[Item, Tier]) -> 
 
 
 def with_starts(plan: Plan, ahead: Mapping[Item, int]) -> Plan:
-    """``plan`` with buckets that are gathered so many visits ahead, or as many as all where that is fewer."""
+    """``plan`` with buckets that are gathered so many intervals ahead, or as many as all where that is fewer."""
     return _with_buckets(plan, "ahead", {b: None if v >= plan.prefetch else v for b, v in ahead.items()})
 
 

@@ -161,7 +161,7 @@ def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Ca
         tiles, ahead = [bucket.tiles for bucket in plan.plan.buckets], list(plan.plan.ahead())
         for bucket, short in wanted.items():
             if short.gather is not None:
-                # At least one visit later than now: else the next round would want the same again.
+                # At least one interval later than now: else the next round would want the same again.
                 ahead[bucket] = min(short.gather, ahead[bucket] - 1)
             if short.size:
                 tiles[bucket] = _fewest(space, bucket, tiles[bucket], ahead[bucket], short.size)
@@ -188,11 +188,11 @@ def _fewest(space: SearchSpace, bucket: int, tiles: int, ahead: int, size: int) 
 def _wanted(space: SearchSpace, plan: Candidate, watch: _Watch, target: int) -> dict[int, _Short]:
     """By bucket, what would bring the device down to ``target`` where it holds more."""
     starts, ends = watch.run.starts, watch.run.ends
-    reads = sorted({starts[task] for task in watch.used.values()})  # when visits begin
+    reads = sorted({starts[task] for task in watch.used.values()})  # when intervals begin
     buckets, ahead = plan.plan.buckets, plan.plan.ahead()
     found: dict[int, _Short] = {}
     for excess, time, held in _above(space, plan, watch, starts, ends, target):
-        # A gather that begins at its own visit cannot begin later.
+        # A gather that begins at its own interval cannot begin later.
         early = [h for h in held if h.early and ahead[h.bucket] > 0]
         for h in early:
             short = found.setdefault(h.bucket, _Short())

@@ -13,7 +13,7 @@ from zerograph.planner.profile.regions import Profile
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
-from zerograph.sim.costs import Memory
+from zerograph.sim.costs import TierBytes
 from zerograph.sim.simulate import Peaks, time_and_peaks
 
 FINEST = 128
@@ -78,7 +78,7 @@ class SearchSpace:
     """
 
     def __init__(
-        self, profile: Profile, plan: Plan, rates: Rates, held: Memory, *, moments: int = 2,
+        self, profile: Profile, plan: Plan, rates: Rates, held: TierBytes, *, moments: int = 2,
         most_tiles: tuple[int, ...] = (), size: int = 0, like: SearchSpace | None = None,
     ) -> None:  # fmt: skip
         """

@@ -33,7 +33,7 @@ Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None
 
 
 @dataclass(slots=True)
-class Slot:
+class UnmadeTensor:
     """A parameter or buffer without memory: its names, where it lives, and this rank's part once it has values;
     ``leaves`` if it is a shard, which may live off the device, ``home`` if that is on the host of an accelerator."""
 
@@ -102,8 +102,8 @@ def fill(
     return model
 
 
-def _empty_slots(model: nn.Module) -> list[Slot]:
-    slots: dict[int, Slot] = {}
+def _empty_slots(model: nn.Module) -> list[UnmadeTensor]:
+    slots: dict[int, UnmadeTensor] = {}
     # Duplicates too: a file may know a tied parameter by any of its names.
     for prefix, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
@@ -111,7 +111,7 @@ def _empty_slots(model: nn.Module) -> list[Slot]:
                 if tensor is None or not tensor.is_meta:
                     continue
                 persistent = attribute not in module._non_persistent_buffers_set
-                slot = slots.setdefault(id(tensor), Slot(tensor, persistent))
+                slot = slots.setdefault(id(tensor), UnmadeTensor(tensor, persistent))
                 slot.names.append(plain_name(f"{prefix}.{attribute}".lstrip(".")))
                 spec = module.__dict__.get("_zg_specs", {}).get(attribute)
                 slot.leaves |= spec is not None and spec.sharded
@@ -131,7 +131,7 @@ def _how_to_initialize(model: nn.Module, files: Sequence[str]) -> str:
 
 def _initialize(
     model: nn.Module,
-    slots: Sequence[Slot],
+    slots: Sequence[UnmadeTensor],
     init: Callable[[nn.Module], Any] | None,
     room: Room,
     group: dist.ProcessGroup | None,
@@ -187,7 +187,7 @@ def _post_order(module: nn.Module) -> Iterator[nn.Module]:
 
 def _fill(
     unit: Sequence[nn.Module],
-    places: dict[tuple[nn.Module, str], Slot],
+    places: dict[tuple[nn.Module, str], UnmadeTensor],
     init: Callable[[nn.Module], Any] | None,
     device: torch.device,
     label: str,
@@ -261,7 +261,11 @@ def _shown_blank(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None
 
 
 def _require_reset(
-    unit: Sequence[nn.Module], empty: Sequence[Slot], init: Callable[[nn.Module], Any] | None, label: str, hint: str
+    unit: Sequence[nn.Module],
+    empty: Sequence[UnmadeTensor],
+    init: Callable[[nn.Module], Any] | None,
+    label: str,
+    hint: str,
 ) -> None:
     names = ", ".join(dict.fromkeys(slot.names[0] for slot in empty))
     if init is None and any(_own_reset(module) is None for module in unit):
@@ -292,7 +296,7 @@ def _is_untouched(value: Any, blank: Tensor, version: int | None) -> bool:
     return same and version is not None and blank._version == version
 
 
-def _check_filled(value: Any, slot: Slot, init: Any, label: str, hint: str, untouched: bool) -> None:
+def _check_filled(value: Any, slot: UnmadeTensor, init: Any, label: str, hint: str, untouched: bool) -> None:
     by = "the given init function" if init is not None else "reset_parameters()"
     if not isinstance(value, Tensor) or value.shape != slot.tensor.shape:
         raise ShardingError(f"{by} left {slot.names[0]} without a tensor of shape {list(slot.tensor.shape)}")
@@ -308,7 +312,7 @@ _PART = 2**24
 """Elements that are looked at together."""
 
 
-def _install(slots: Sequence[Slot]) -> dict[int, nn.Parameter]:
+def _install(slots: Sequence[UnmadeTensor]) -> dict[int, nn.Parameter]:
     """Put the filled tensors where the empty ones were; returns the new parameters by ``id`` of the old."""
     new: dict[int, tuple[Tensor, nn.Parameter]] = {}
     for slot in slots:

@@ -21,8 +21,8 @@ from zerograph.sharding.shards import describe, is_first, is_sharded, local_of
 log = logging.getLogger(__name__)
 
 
-class Wanted(Protocol):
-    """A tensor to be read: see :class:`zerograph.sharding.files.materialize.Slot`."""
+class TensorToRead(Protocol):
+    """A tensor to be read: see :class:`zerograph.sharding.files.materialize.UnmadeTensor`."""
 
     tensor: Tensor
     persistent: bool
@@ -33,7 +33,7 @@ class Wanted(Protocol):
 
 
 def read_files(
-    slots: Sequence[Wanted],
+    slots: Sequence[TensorToRead],
     files: Sequence[str],
     room: Room,
     group: dist.ProcessGroup | None,
@@ -69,7 +69,7 @@ def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
     return holders
 
 
-def _match(slots: Sequence[Wanted], holders: dict[str, Any], strict: bool) -> dict[int, tuple[Any, str]]:
+def _match(slots: Sequence[TensorToRead], holders: dict[str, Any], strict: bool) -> dict[int, tuple[Any, str]]:
     """The file and the name to read each slot from, by ``id`` of the slot."""
     found = {}
     for slot in slots:
@@ -97,7 +97,7 @@ def _some(kind: str, names: list[str]) -> str:
     return f"{len(names)} {kind} ({', '.join(names[:shown])}{more})"
 
 
-def _check(slot: Wanted, file: Any, name: str) -> None:
+def _check(slot: TensorToRead, file: Any, name: str) -> None:
     stored = file.get_slice(name)
     if list(stored.get_shape()) != list(slot.tensor.shape):
         raise CheckpointError(
@@ -118,12 +118,12 @@ def _widens(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return torch.promote_types(stored, wanted) == wanted and stored.is_floating_point == wanted.is_floating_point
 
 
-def _read_all(slots: Sequence[Wanted], found: dict[int, tuple[Any, str]], room: Room) -> None:
+def _read_all(slots: Sequence[TensorToRead], found: dict[int, tuple[Any, str]], room: Room) -> None:
     for slot in slots:
         _read(slot, *found[id(slot)], room)
 
 
-def _read(slot: Wanted, file: Any, name: str, room: Room) -> None:
+def _read(slot: TensorToRead, file: Any, name: str, room: Room) -> None:
     local = room.empty(local_of(slot.tensor), leaves=slot.leaves, home=slot.home)
     if slot.tensor.ndim == 0:
         # safetensors cuts slices of at least one dimension.
