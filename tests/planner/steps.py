@@ -149,8 +149,8 @@ def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16"
 
 def profile_of(step: Step, plan: Plan) -> Profile:
     """``step`` with the levels that ``plan`` gives to its layers."""
-    spared: dict[str, list[str]] = {layer: [] for layer in plan.recompute}
+    saved_sets: dict[str, list[str]] = {layer: [] for layer in plan.recompute}
     for name in plan.save:
-        spared[layer_of_activation(name)].append(name)
+        saved_sets[layer_of_activation(name)].append(name)
     base: Mode = "none" if plan.save_others else "auto"
-    return profile(step, base, {layer: (frozenset(names),) for layer, names in spared.items() if names})
+    return profile(step, base, {layer: (frozenset(names),) for layer, names in saved_sets.items() if names})

@@ -84,9 +84,9 @@ def judged(step: Step, plans: Iterator[Plan], machine: Machine) -> list[tuple[fl
     rates = Rates(machine, WORLD, "float32")
     layers = [f"blocks.{i}" for i in range(len(step.params))]
     subsets = [subset for size in (1, 2) for subset in combinations(ACTIVATIONS, size)]
-    spared = {layer: [frozenset(f"{layer}:{name}" for name in names) for names in subsets] for layer in layers}
+    saved_sets = {layer: [frozenset(f"{layer}:{name}" for name in names) for names in subsets] for layer in layers}
     scheduler = Scheduler(
-        profile(step, spared=spared), [b.params for b in first.buckets], [b.name for b in first.buckets], rates
+        profile(step, saved_sets=saved_sets), [b.params for b in first.buckets], [b.name for b in first.buckets], rates
     )
     held = (("device", sum(state_bytes(step.params, WORLD, 2))),)
     found = []

@@ -200,7 +200,7 @@ def test_what_is_left_open_is_never_slower_than_what_is_fixed(recompute: str | f
     step = with_head(layers=12)
     search = Search(step, Constraints("auto", WORLD, tile=True), GPU)
     fixed = Search(step, Constraints("auto", WORLD, tile=True, recompute=recompute), GPU)  # type: ignore[arg-type]
-    assert any(c.plan.loss_tiles > 1 and any(c.space.scheduler.levels(c.plan)) for c in search.best)
+    assert any(c.plan.loss_tiles > 1 and any(c.space.scheduler.options(c.plan)) for c in search.best)
     low, high = search.best[0].peak, fixed.best[-1].peak
     for share in range(21):
         budget = low + share * (high - low) // 20

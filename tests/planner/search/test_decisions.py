@@ -33,7 +33,7 @@ STEP_LAYER = "blocks.0"
 def every_decision(space: SearchSpace) -> dict[str, Decision]:
     return {
         "residency": decisions.residency(space),
-        "levels": decisions.levels(space),
+        "levels": decisions.recompute_options(space),
         "prefetch": decisions.prefetch((0, 1, 2, 4)),
         "starts": decisions.starts(space, 4),
         "tiles": decisions.tiles(space),

@@ -53,7 +53,8 @@ def every(search: Search) -> list[Candidate]:
     """All residencies and recomputations of the search's first space."""
     space = search.spaces[0]
     return [
-        space.of(plan) for plan in decisions.every([decisions.residency(space), decisions.levels(space)], space.plan)
+        space.of(plan)
+        for plan in decisions.every([decisions.residency(space), decisions.recompute_options(space)], space.plan)
     ]
 
 
@@ -211,7 +212,7 @@ def compare(step: Step, constraints: Constraints, machine: Machine, shares: list
         decisions.layers_away(space, search.tiers),
     ]
     if constraints.recompute == "auto":
-        several.append(decisions.levels(space))
+        several.append(decisions.recompute_options(space))
     everything = frontier(space.of(plan) for plan in decisions.every(several, space.plan))
     for budget in budgets(everything, shares):
         best = min((c.seconds for c in everything if c.fits(limits(budget))), default=None)

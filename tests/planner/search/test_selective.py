@@ -98,35 +98,35 @@ def test_layers_that_are_alike_stop_at_the_same_places() -> None:
 def test_a_level_holds_what_is_spared_and_repeats_the_rest() -> None:
     layers = 4
     step = step_of([Layer(inside=10**8, flops=10**13)] * layers)
-    found = profile(step, spared=stops(Graph(step), RATES))
+    found = profile(step, saved_sets=stops(Graph(step), RATES))
     assert found.all_saved == 2
 
-    def held(level: int) -> int:
-        return sum(life.bytes for life in found.lives if level in life.saved)
+    def held(option: int) -> int:
+        return sum(life.bytes for life in found.lives if option in life.saved)
 
-    def work(level: int) -> int:
-        return sum(atom.flops for region in found.regions for atom in region.work[level].atoms)
+    def work(option: int) -> int:
+        return sum(atom.flops for region in found.regions for atom in region.work[option].atoms)
 
-    assert [held(level) - held(0) for level in range(3)] == [0, layers * 10**8, 2 * layers * 10**8]
-    assert [(work(level) - work(2)) // 10**13 for level in range(3)] == [layers, 0, 0]
+    assert [held(option) - held(0) for option in range(3)] == [0, layers * 10**8, 2 * layers * 10**8]
+    assert [(work(option) - work(2)) // 10**13 for option in range(3)] == [layers, 0, 0]
 
 
-def levels(found: Candidate) -> tuple[int, ...]:
-    return found.space.scheduler.levels(found.plan)
+def options(found: Candidate) -> tuple[int, ...]:
+    return found.space.scheduler.options(found.plan)
 
 
 def test_levels_are_read_back_from_the_plan_that_they_make() -> None:
     step = step_of([Layer(inside=10**8, flops=10**13)] * 4)
     search = Search(step, Constraints("auto", WORLD), GPU)
-    chosen = [c for c in search.best if 1 in levels(c)]
+    chosen = [c for c in search.best if 1 in options(c)]
     assert chosen
     for candidate in chosen:
         plan = Plan.from_json(candidate.plan.to_json())
-        assert search.variants[0].profile.levels(plan.recompute, plan.save) == levels(candidate)
+        assert search.variants[0].profile.options(plan.recompute, plan.save) == options(candidate)
         again = profile_of(step, plan)
-        assert [again.levels(plan.recompute, plan.save).count(level) for level in (0, 1)] == [
-            levels(candidate).count(0),
-            levels(candidate).count(1),
+        assert [again.options(plan.recompute, plan.save).count(option) for option in (0, 1)] == [
+            options(candidate).count(0),
+            options(candidate).count(1),
         ]
 
 

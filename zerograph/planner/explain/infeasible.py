@@ -122,7 +122,7 @@ def _computing(forecast: Forecast, task: int) -> Span:
 
 def _largest(found: Candidate, span: Span) -> Life | None:
     """The largest life that spans the compute task ``span``."""
-    alive = found.space.scheduler.alive(span.phase, layer_of(span.module), found.space.scheduler.levels(found.plan))
+    alive = found.space.scheduler.alive(span.phase, layer_of(span.module), found.space.scheduler.options(found.plan))
     return max(alive, key=lambda life: life.bytes, default=None)
 
 

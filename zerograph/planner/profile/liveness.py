@@ -2,8 +2,8 @@
 
 The min-cut partitioner of AOTAutograd is modelled plainly: what the backward reads is saved, unless it is cheap to
 compute from what is saved already and fuses into its reader (what a product reads does not), or from what is smaller
-or returned to the user, which is then saved in its place. Layers that are
-recomputed save what enters and leaves them only, and of the rest what is spared: activations by their lasting names.
+or returned to the user, which is then saved in its place. Layers that are recomputed save what enters and leaves them
+only, and of the rest a saved set: activations by their lasting names.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Literal
 from zerograph.core.step import Step, layers_of
 
 Mode = Literal["auto", "full", "none"]
-"""How a layer's activations are treated: as the partitioner finds cheapest, all recomputed (but for those that are
-spared), or all saved."""
+"""How a layer's activations are treated: as the partitioner finds cheapest, all recomputed (but for a saved set), or
+all saved."""
 
 
 class Graph:
@@ -100,14 +100,14 @@ class Saved:
     repeats: dict[int, list[int]]
 
 
-def saved(graph: Graph, mode: Mode, spared: Set[str] = frozenset()) -> Saved:
+def saved(graph: Graph, mode: Mode, saved_set: Set[str] = frozenset()) -> Saved:
     """The values that are saved when all layers are treated in ``mode``.
 
     Args:
-        spared: activations of recomputed layers that are saved all the same.
+        saved_set: activations of recomputed layers that are saved all the same.
     """
     first, last = _readers(graph)
-    forced = [_is_forced(graph, i, mode, spared) for i in range(graph.backward)]
+    forced = [_is_forced(graph, i, mode, saved_set) for i in range(graph.backward)]
     for i in reversed(range(graph.backward)):
         value = graph.writes[i]
         # From the last on: what a forced operation reads is needed where that is, and may be forced itself.
@@ -141,11 +141,11 @@ def _need(values: Sequence[int], first: dict[int, int], last: dict[int, int], be
             last[value] = end
 
 
-def _is_forced(graph: Graph, i: int, mode: Mode, spared: Set[str]) -> bool:
+def _is_forced(graph: Graph, i: int, mode: Mode, saved_set: Set[str]) -> bool:
     if graph.ops[i].again:
         return True
     inside = mode == "full" and bool(graph.layer[i]) and graph.writes[i] not in graph.leaves
-    return inside and graph.activation[i] not in spared
+    return inside and graph.activation[i] not in saved_set
 
 
 def _kept(

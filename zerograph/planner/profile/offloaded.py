@@ -16,11 +16,11 @@ def offloaded(step: Step, plan: Plan) -> dict[Tier, int]:
         return found
     graph, again = Graph.of(step), frozenset(plan.recompute)
     kept = saved(graph, "none" if plan.save_others else "auto").until
-    spared = saved(graph, "full", frozenset(plan.save)).until if again else kept
+    saved_set = saved(graph, "full", frozenset(plan.save)).until if again else kept
     for i in range(graph.backward):
         value, layer = graph.writes[i], graph.layer[i]
         tier = tier_of.get(graph.activation[i], tier_of.get(layer)) if layer else None
         # What the model returns, the user gets on the device.
-        if tier is not None and value in (spared if layer in again else kept) and value not in graph.outputs:
+        if tier is not None and value in (saved_set if layer in again else kept) and value not in graph.outputs:
             found[tier] = found.get(tier, 0) + graph.size[value]
     return found

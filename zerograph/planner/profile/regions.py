@@ -43,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One layer's operations in one phase; ``layer`` is empty outside of repeated layers. ``work`` is by level.
+    """One layer's operations in one phase; ``layer`` is empty outside of repeated layers. ``work`` is by option.
 
     In ``token_tiles`` tiles the plan has some of it run.
     """
@@ -62,13 +62,13 @@ class Life:
 
     Attributes:
         name, source: of the largest value that is counted in.
-        activation: the lasting name of what a layer's forward saves; empty for what no level saves.
+        activation: the lasting name of what a layer's forward saves; empty for what no option saves.
         bytes: of all of them.
         members: the values by number, with the bytes of each.
         start: the region that makes it.
         read: the last region of the same phase that reads it; None where the step returns it to the user.
-        saved: by level of the layer that makes it, the last region of the backward that needs it, where it is saved.
-        needed: by level, the first such region.
+        saved: by option of the layer that makes it, the last region of the backward that needs it, where it is saved.
+        needed: by option, the first such region.
     """
 
     name: str
@@ -86,71 +86,72 @@ class Life:
 class Profile:
     """A step, ready to be scheduled in many ways.
 
-    Each layer has a *level*: how many of its activations it saves. At level 0 these are what enters and leaves it; at
-    the last level all that the partitioner would save, or everything, as the plan has it for what is in no layer.
+    Each layer has a *recompute option*: how many of its activations it saves. At option 0 these are what enters and
+    leaves it; at the last option all that the partitioner would save, or everything, as the plan has it for what is in
+    no layer.
 
     Attributes:
         regions: those of the forward, then those of the backward.
         lives: what crosses from one to another.
         layers: repeated layers in order, those that can be recomputed.
-        spared: of each layer, the activations that the levels between the first and the last save.
+        saved_sets: of each layer, the activations that the options between the first and the last save.
         params: of the step.
     """
 
     regions: tuple[Region, ...]
     lives: tuple[Life, ...]
     layers: tuple[str, ...]
-    spared: tuple[tuple[frozenset[str], ...], ...]
+    saved_sets: tuple[tuple[frozenset[str], ...], ...]
     params: tuple[Param, ...]
     training: bool
 
     @property
     def all_saved(self) -> int:
-        """The last level."""
-        return len(self.spared[0]) + 1 if self.spared else 1
+        """The last option."""
+        return len(self.saved_sets[0]) + 1 if self.saved_sets else 1
 
-    def levels(self, recompute: Collection[str], save: Collection[str]) -> tuple[int, ...]:
-        """The level of every layer where ``recompute`` are recomputed but for the activations ``save``.
+    def options(self, recompute: Collection[str], save: Collection[str]) -> tuple[int, ...]:
+        """The option of every layer where ``recompute`` are recomputed but for the activations ``save``.
 
         Raises:
-            ValueError: no level of a layer saves just these.
+            ValueError: no option of a layer saves just these.
         """
         own: dict[str, set[str]] = {layer: set() for layer in recompute}
         for name in save:
             own[layer_of_activation(name)].add(name)
-        every = zip(self.layers, self.spared, strict=True)
+        every = zip(self.layers, self.saved_sets, strict=True)
         return tuple(
-            (frozenset(), *spared).index(frozenset(own[layer])) if layer in own else self.all_saved
-            for layer, spared in every
+            (frozenset(), *saved_sets).index(frozenset(own[layer])) if layer in own else self.all_saved
+            for layer, saved_sets in every
         )
 
-    def recomputed(self, levels: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The layers that are recomputed at these levels, and the activations of them that are saved all the same."""
+    def recomputed(self, options: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The layers that are recomputed at these options, and the activations of them that are saved all the same."""
         layers: list[str] = []
         save: list[str] = []
-        for layer, spared, level in zip(self.layers, self.spared, levels, strict=True):
-            if level != self.all_saved:
+        for layer, saved_sets, option in zip(self.layers, self.saved_sets, options, strict=True):
+            if option != self.all_saved:
                 layers.append(layer)
-                save += sorted(spared[level - 1]) if level else ()
+                save += sorted(saved_sets[option - 1]) if option else ()
         return tuple(layers), tuple(save)
 
 
 def profile(
-    step: Step | Graph, base: Mode = "auto", spared: Mapping[str, Sequence[frozenset[str]]] | None = None
+    step: Step | Graph, base: Mode = "auto", saved_sets: Mapping[str, Sequence[frozenset[str]]] | None = None
 ) -> Profile:
-    """Divide ``step`` into regions and count what each costs at each level that a plan may give to layers.
+    """Divide ``step`` into regions and count what each costs at each option that a plan may give to layers.
 
     Args:
-        base: how layers at the last level are treated.
-        spared: by layer, the activations that each level between the first and the last saves
-            (:func:`~zerograph.planner.search.selective.stops`); of those that have fewer levels than others the last is
-            repeated.
+        base: how layers at the last option are treated.
+        saved_sets: by layer, the activations that each option between the first and the last saves
+            (:func:`~zerograph.planner.search.selective.stops`); of those that have fewer options than others the last
+            is repeated.
     """
     graph = step if isinstance(step, Graph) else Graph(step)
-    told = {layer: list(own) for layer, own in (spared or {}).items()}
+    told = {layer: list(own) for layer, own in (saved_sets or {}).items()}
     between = max(map(len, told.values()), default=0)
     sets = {layer: (*own, *(own[-1:] or [frozenset()]) * (between - len(own))) for layer, own in told.items()}
-    # One analysis of the step per level, for all layers at once: names of activations say their layer.
+    # One analysis of the step per option, for all layers at once: names of activations say their layer.
     names = [frozenset(name for own in sets.values() for name in own[k]) for k in range(between)]
     found = (saved(graph, "full"), *(saved(graph, "full", own) for own in names), saved(graph, base))
     spans = _spans(graph)
@@ -159,8 +160,8 @@ def profile(
     regions = tuple(_region(graph, span, found, crossing) for span in spans)
     lives = _lives(graph, region_of, found, crossing)
     layers = tuple(dict.fromkeys(r.layer for r in regions if r.layer and r.phase == "forward"))
-    levels = tuple(sets.get(layer, (frozenset(),) * between) for layer in layers)
-    return Profile(regions, lives, layers, levels, graph.step.params, graph.step.training)
+    options = tuple(sets.get(layer, (frozenset(),) * between) for layer in layers)
+    return Profile(regions, lives, layers, options, graph.step.params, graph.step.training)
 
 
 def _spans(graph: Graph) -> list[tuple[int, int]]:
@@ -207,8 +208,8 @@ def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], cross
         if not graph.size[value] or value in crossing.gradients or not _is_memory(graph, value):
             continue
         kept = tuple(
-            (level, region_of[s.since[value]], region_of[s.until[value]])
-            for level, s in enumerate(found)
+            (option, region_of[s.since[value]], region_of[s.until[value]])
+            for option, s in enumerate(found)
             if value in s.until
         )
         returned = value in graph.outputs
@@ -221,8 +222,8 @@ def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], cross
     for (start, activation, read, kept), members in alike.items():
         sizes = [graph.size[graph.writes[i]] for i in members]
         largest = graph.ops[members[sizes.index(max(sizes))]]
-        saved = {level: until for level, _, until in kept}
-        needed = {level: since for level, since, _ in kept}
+        saved = {option: until for option, _, until in kept}
+        needed = {option: since for option, since, _ in kept}
         values = tuple(zip((graph.writes[i] for i in members), sizes, strict=True))
         lives.append(Life(largest.name, largest.source, activation, sum(sizes), values, start, read, saved, needed))
     return (*lives, *_gradients_of_outputs(graph, region_of))

@@ -68,7 +68,7 @@ def forecast_sketch(
 ) -> tuple[Forecast, tuple[Holding, ...]]:
     """The forecast of ``plan`` from its sketch, and what its memory is used for; they agree at every moment."""
     states = tuple(between_steps(plan, _kept(plan, scheduler.moments), scheduler.rates.staging))
-    lives = scheduler.saved(scheduler.levels(plan), plan.offload).lives
+    lives = scheduler.saved(scheduler.options(plan), plan.offload).lives
     # A sketch has one register for all values with the same life; people want to see each.
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
     return simulate(sketch(scheduler, plan), scheduler.rates, held=states, not_counted=not_counted, parts=parts)

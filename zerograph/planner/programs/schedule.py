@@ -134,13 +134,13 @@ class Scheduler:
         self.bucket_of = {p.name: i for i, params in enumerate(buckets) for p in params}
         self.registers, self.segments, self.costs = Registers(), list[Segment](), Costs(rates)
         self.made: dict[tuple[Any, ...], Any] = {}
-        work = [region.work[0] for region in profile.regions]  # gradients are the same at all levels
+        work = [region.work[0] for region in profile.regions]  # gradients are the same at all options
         self._whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
         self._segments: dict[tuple[int, ...], int] = {}
         self._bucket_parts: dict[tuple[int, int], tuple[BucketPart, ...]] = {}
         self._all: dict[tuple[int, ...], tuple[tuple[BucketPart, ...], ...]] = {}
         self._parts: dict[tuple[int, int], list[_RegionPart]] = {}
-        self._levels: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, ...]] = {}
+        self._options: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, ...]] = {}
         self._phases: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[PhaseWork, ...]] = {}
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
         self._saved: dict[tuple[object, ...], SavedRegisters] = {}
@@ -152,17 +152,17 @@ class Scheduler:
         """The same without the registers and segments of sketches so far."""
         return Scheduler(self.profile, self.buckets, self.names, self.rates, self.moments)
 
-    def levels(self, plan: Plan) -> tuple[int, ...]:
-        """The level of every layer of the profile under ``plan``."""
+    def options(self, plan: Plan) -> tuple[int, ...]:
+        """The option of every layer of the profile under ``plan``."""
         key = (plan.recompute, plan.save)
-        if key not in self._levels:
-            self._levels[key] = self.profile.levels(*key)
-        return self._levels[key]
+        if key not in self._options:
+            self._options[key] = self.profile.options(*key)
+        return self._options[key]
 
     def phases(self, plan: Plan) -> tuple[PhaseWork, ...]:
         """Forward and backward, divided as ``plan`` cuts them."""
         # Everything that a division depends on: homes and residencies change what is moved, not where work is cut.
-        key = (tuple(bucket.tiles for bucket in plan.buckets), plan.prefetch, self.levels(plan))
+        key = (tuple(bucket.tiles for bucket in plan.buckets), plan.prefetch, self.options(plan))
         if key not in self._phases:
             self._phases[key] = tuple(_phases(self, *key))
         found, ahead = self._phases[key], plan.ahead()
@@ -217,9 +217,9 @@ class Scheduler:
         whole = device_update([shards], (), world, kept_states(shards, world, self.moments))
         return Update((bucket,), whole.sizes, reads=(gradient,), dead=(gradient,))
 
-    def alive(self, phase: str, layer: str, levels: tuple[int, ...]) -> list[Life]:
+    def alive(self, phase: str, layer: str, options: tuple[int, ...]) -> list[Life]:
         """The lives held while ``layer`` computes, besides buckets, gradients and temporaries."""
-        at = levels_of(self.profile, levels)
+        at = options_of(self.profile, options)
         regions = [k for k, r in enumerate(self.profile.regions) if (r.phase, r.layer) == (phase, layer)]
         found = []
         for life in self.profile.lives:
@@ -237,14 +237,14 @@ class Scheduler:
             self.segments.append(Segment("", 0, flops, moved, SegmentProfile((temporary,)), slices, packed))
         return found
 
-    def held(self, region: int, level: int, saved: SavedRegisters) -> Sequence[int]:
+    def held(self, region: int, option: int, saved: SavedRegisters) -> Sequence[int]:
         """By interval of a region's memory, the most bytes that it holds beyond those that were there before, and
         beyond what it makes for other regions but for gradients."""
         begins, ends = saved.begins.get(region, ()), saved.ends.get(region, ())
-        key = (region, level, begins, ends)
+        key = (region, option, begins, ends)
         if key not in self._held:
             lives = (life.members for register in ends for life in saved.lives[register] if life.start != region)
-            memory = self.profile.regions[region].work[level].memory
+            memory = self.profile.regions[region].work[option].memory
             made = sum(self.registers.contents[register].bytes for register in begins)
             self._held[key] = [size - made for size in memory.held(chain.from_iterable(lives))]
         return self._held[key]
@@ -266,27 +266,27 @@ class Scheduler:
             found = self.made[key] = Compute(work, args, outs, dead, module, source, token_tiles)
         return found
 
-    def saved(self, levels: tuple[int, ...], offload: tuple[tuple[str, Tier], ...]) -> SavedRegisters:
+    def saved(self, options: tuple[int, ...], offload: tuple[tuple[str, Tier], ...]) -> SavedRegisters:
         """The registers of what lives from region to region."""
-        if (levels, offload) not in self._saved:
-            at = levels_of(self.profile, levels)
-            self._saved[levels, offload] = SavedRegisters(self.profile, at, dict(offload), self.registers)
-        return self._saved[levels, offload]
+        if (options, offload) not in self._saved:
+            at = options_of(self.profile, options)
+            self._saved[options, offload] = SavedRegisters(self.profile, at, dict(offload), self.registers)
+        return self._saved[options, offload]
 
-    def parts(self, region: int, level: int) -> list[_RegionPart]:
+    def parts(self, region: int, option: int) -> list[_RegionPart]:
         """The work of a region, divided where buckets are first read."""
-        key = (region, level)
+        key = (region, option)
         if key not in self._parts:
-            self._parts[key] = _parts(self.profile.regions[region].work[level].atoms, self.bucket_of)
+            self._parts[key] = _parts(self.profile.regions[region].work[option].atoms, self.bucket_of)
         return self._parts[key]
 
 
 def _phases(
-    scheduler: Scheduler, tiles: tuple[int, ...], prefetch: int, levels: tuple[int, ...]
+    scheduler: Scheduler, tiles: tuple[int, ...], prefetch: int, options: tuple[int, ...]
 ) -> Iterator[PhaseWork]:
     """Divide the regions of each phase into pieces and intervals."""
-    profile, at = scheduler.profile, levels_of(scheduler.profile, levels)
-    saved = scheduler.saved(levels, ())
+    profile, at = scheduler.profile, options_of(scheduler.profile, options)
+    saved = scheduler.saved(options, ())
     forward, backward = (
         [k for k, region in enumerate(profile.regions) if region.phase == name] for name in ("forward", "backward")
     )
@@ -299,9 +299,9 @@ def _phases(
         yield _phase(scheduler, "backward", backward, at, tiles, prefetch, saved, frozenset(), made)
 
 
-def levels_of(profile: Profile, levels: Sequence[int]) -> list[int]:
-    """The level of each region: its layer's, and outside of layers the last."""
-    of_layer = dict(zip(profile.layers, levels, strict=True))
+def options_of(profile: Profile, options: Sequence[int]) -> list[int]:
+    """The option of each region: its layer's, and outside of layers the last."""
+    of_layer = dict(zip(profile.layers, options, strict=True))
     return [of_layer.get(region.layer, profile.all_saved) for region in profile.regions]
 
 
@@ -316,18 +316,18 @@ class SavedRegisters:
         lives: by register, what it stands for.
     """
 
-    def __init__(self, profile: Profile, levels: Sequence[int], tier_of: Mapping[str, Tier], registers: Registers):
+    def __init__(self, profile: Profile, options: Sequence[int], tier_of: Mapping[str, Tier], registers: Registers):
         groups: dict[tuple[int, int | None, str, int, int], int] = {}
         members: dict[tuple[int, int | None, str, int, int], list[Life]] = {}
         for life in profile.lives:
-            end, what, need = end_of(life, levels), None, None
+            end, what, need = end_of(life, options), None, None
             if end == life.start:
                 continue  # the region's memory tells of it
             region = profile.regions[life.start]
             # Only what layers save may leave; what the model returns (`read` is None) the user gets on the device.
             if tier_of and region.layer and region.phase == "forward" and life.read is not None:
                 what = next((name for name in (life.activation, region.layer) if name in tier_of), None)
-                need = need_of(life, levels) if what is not None else None
+                need = need_of(life, options) if what is not None else None
             if what is None or need is None or life.read is None:
                 key = (life.start, end, "", -1, -1)
             else:
@@ -342,7 +342,7 @@ class SavedRegisters:
         for key, size in groups.items():
             start, end, what, read, need = key
             name = max(members[key], key=lambda life: life.bytes).name
-            # With the size: at another level the same regions save something else.
+            # With the size: at another option the same regions save something else.
             register = registers.get(("saved", *key, size), name, size, "activation")
             self.lives[register] = members[key]
             self.begins[start] = (*self.begins.get(start, ()), register)
@@ -353,7 +353,7 @@ class SavedRegisters:
                 self.comes.setdefault(need, {}).setdefault(what, []).append(register)
 
 
-def end_of(life: Life, levels: Sequence[int]) -> int | None:
+def end_of(life: Life, options: Sequence[int]) -> int | None:
     """The region that a life ends with; None where the user gets it.
 
     The layer that makes it says how long it is saved, and so does the one that reads it last: a layer that computes
@@ -361,17 +361,17 @@ def end_of(life: Life, levels: Sequence[int]) -> int | None:
     """
     if life.read is None:
         return None
-    own, end = levels[life.start], life.read
-    for level, region in life.saved.items():
-        if region > end and (level == own or levels[region] == level):
+    own, end = options[life.start], life.read
+    for option, region in life.saved.items():
+        if region > end and (option == own or options[region] == option):
             end = region
     return end
 
 
-def need_of(life: Life, levels: Sequence[int]) -> int | None:
+def need_of(life: Life, options: Sequence[int]) -> int | None:
     """The region of the backward that first reads what a life holds; None where none does."""
-    own = levels[life.start]
-    found = [life.needed[k] for k, region in life.saved.items() if k == own or levels[region] == k]
+    own = options[life.start]
+    found = [life.needed[k] for k, region in life.saved.items() if k == own or options[region] == k]
     return min(found, default=None)
 
 
@@ -379,7 +379,7 @@ def _phase(
     scheduler: Scheduler,
     name: Phase,
     regions: Sequence[int],
-    levels: Sequence[int],
+    options: Sequence[int],
     tiles: tuple[int, ...],
     prefetch: int,
     saved: SavedRegisters,
@@ -391,7 +391,7 @@ def _phase(
     parts: list[tuple[int, _RegionPart]] = []
     begins: list[int] = []
     for k in regions:
-        found = scheduler.parts(k, levels[k])
+        found = scheduler.parts(k, options[k])
         begins += [len(parts)] * len(found)
         parts += [(k, part) for part in found]
     found_intervals = unsharded_intervals([part.buckets for _, part in parts], begins, prefetch)
@@ -425,8 +425,8 @@ def _phase(
                 made.append(scheduler.registers.get(key, text, size, "gradient", bucket=bucket))
                 gradients[bucket] = (*gradients.get(bucket, ()), made[-1])
         whole += sum(sizes.values())
-        intervals = region.work[levels[k]].memory.begins
-        held = scheduler.held(k, levels[k], saved)[
+        intervals = region.work[options[k]].memory.begins
+        held = scheduler.held(k, options[k], saved)[
             bisect_left(intervals, 0 if first else parts[begin - 1][1].end) : bisect_left(intervals, inside[-1].end)
         ]
         temporary = max(held) - whole

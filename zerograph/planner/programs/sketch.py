@@ -78,7 +78,7 @@ class _Sketch:
         self.ahead = plan.ahead()
         self.saved: SavedRegisters | None = None  # registers of activations, where some are offloaded
         if plan.offload:
-            self.saved = scheduler.saved(scheduler.levels(plan), plan.offload)
+            self.saved = scheduler.saved(scheduler.options(plan), plan.offload)
         self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
         self.whole: set[int] = set()  # buckets; of tiled ones the first tile
         self.fetched: set[int] = set()  # buckets whose gathers follow

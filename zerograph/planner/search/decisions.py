@@ -214,7 +214,7 @@ def homes(space: SearchSpace, open_homes: Sequence[Homes]) -> Decision:
     )
 
 
-def levels(space: SearchSpace) -> Decision:
+def recompute_options(space: SearchSpace) -> Decision:
     """How much of what each layer could save it saves: stops from nothing to all that the partitioner would save."""
     scheduler, rates = space.scheduler, space.scheduler.rates
     profile = scheduler.profile
@@ -223,36 +223,36 @@ def levels(space: SearchSpace) -> Decision:
     size = {layer: [0] * (top + 1) for layer in profile.layers}
     for region in profile.regions:
         if region.layer in seconds:
-            for level, work in enumerate(region.work):
+            for option, work in enumerate(region.work):
                 cost = rates.compute(*(sum(getattr(a, n) for a in work.atoms) for n in ("flops", "moved", "packed")))
-                seconds[region.layer][level] += cost
+                seconds[region.layer][option] += cost
     for life in profile.lives:
         layer = profile.regions[life.start].layer
-        for level in life.saved if layer in size else ():
-            size[layer][level] += life.bytes
+        for option in life.saved if layer in size else ():
+            size[layer][option] += life.bytes
     choices: dict[str, list[int]] = {}
     gains: dict[tuple[Item, int], float] = {}
-    for layer, spared in zip(profile.layers, profile.spared, strict=True):
+    for layer, saved_sets in zip(profile.layers, profile.saved_sets, strict=True):
         found = choices[layer] = [0]
-        for level in range(1, top + 1):
-            if level < top and spared[level - 1] in (frozenset(), *spared[: level - 1]):
+        for option in range(1, top + 1):
+            if option < top and saved_sets[option - 1] in (frozenset(), *saved_sets[: option - 1]):
                 continue  # the same as one before
-            gain = seconds[layer][found[-1]] - seconds[layer][level]
-            gains[layer, level] = gain / max(1, size[layer][level] - size[layer][found[-1]])
-            found.append(level)
+            gain = seconds[layer][found[-1]] - seconds[layer][option]
+            gains[layer, option] = gain / max(1, size[layer][option] - size[layer][found[-1]])
+            found.append(option)
 
     def apply(plan: Plan, values: Values) -> Plan:
-        changed = dict(zip(profile.layers, scheduler.levels(plan), strict=True)) | values
+        changed = dict(zip(profile.layers, scheduler.options(plan), strict=True)) | values
         recompute, save = profile.recomputed([changed[layer] for layer in profile.layers])
         return replace(plan, recompute=recompute, save=save)
 
-    best = {layer: max((gains[layer, level] for level in choices[layer][1:]), default=0.0) for layer in choices}
+    best = {layer: max((gains[layer, option] for option in choices[layer][1:]), default=0.0) for layer in choices}
     return Decision(
         {layer: choices[layer] for layer in by_reward(list(choices), best.__getitem__)},
-        lambda plan: dict(zip(profile.layers, scheduler.levels(plan), strict=True)),
+        lambda plan: dict(zip(profile.layers, scheduler.options(plan), strict=True)),
         apply,
         alike={layer: tuple(sizes) for layer, sizes in size.items()},
-        gain=lambda item, level: gains.get((item, level), 0.0),
+        gain=lambda item, option: gains.get((item, option), 0.0),
         frugal=[dict.fromkeys(choices, 0)],
     )
 

@@ -186,8 +186,8 @@ def _shortened(profile: Profile, left_out: Sequence[str], params: set[str]) -> P
             life,
             start=new[start],
             read=None if life.read is None else place(life.read, start),
-            saved={level: place(k, start) for level, k in life.saved.items()},
-            needed={level: place(k, start) for level, k in life.needed.items()},
+            saved={option: place(k, start) for option, k in life.saved.items()},
+            needed={option: place(k, start) for option, k in life.needed.items()},
         )
 
     stay = [k for k, layer in enumerate(layers) if layer not in gone]
@@ -196,7 +196,7 @@ def _shortened(profile: Profile, left_out: Sequence[str], params: set[str]) -> P
         regions=tuple(regions[k] for k in new),
         lives=tuple(moved(life) for life in profile.lives if life.start in new),
         layers=tuple(layers[k] for k in stay),
-        spared=tuple(profile.spared[k] for k in stay),
+        saved_sets=tuple(profile.saved_sets[k] for k in stay),
         params=tuple(p for p in profile.params if p.name in params),
     )
 
@@ -215,8 +215,8 @@ def _carried(plan: Plan, source: SearchSpace, target: SearchSpace, does_as: Mapp
     )
     found = {name: getattr(plan, name) for name in _OF_PLAN}
     # A share of layers that the user wants recomputed is the rule's, layer by layer.
-    if set(profile.recomputed(target.scheduler.levels(target.plan))[0]) in (set(), set(profile.layers)):
-        now = dict(zip(source.scheduler.profile.layers, source.scheduler.levels(plan), strict=True))
+    if set(profile.recomputed(target.scheduler.options(target.plan))[0]) in (set(), set(profile.layers)):
+        now = dict(zip(source.scheduler.profile.layers, source.scheduler.options(plan), strict=True))
         found["recompute"], found["save"] = profile.recomputed(
             [now[does_as.get(layer, layer)] for layer in profile.layers]
         )

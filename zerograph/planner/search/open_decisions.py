@@ -27,7 +27,7 @@ def staying(space: SearchSpace, constraints: Constraints) -> list[Decision]:
         found.append(_only(decisions.residency(space), "use" if constraints.stage == 3 else None))
     if profile.training and constraints.recompute in ("auto", "full") and profile.layers:
         full = constraints.recompute == "full" or space.plan.token_tiles > 1
-        found.append(_only(decisions.levels(space), 0 if full else None))
+        found.append(_only(decisions.recompute_options(space), 0 if full else None))
     prefetches = _prefetches(space, constraints)
     found.append(decisions.prefetch(prefetches))
     if rates.overlaps and prefetches[-1]:

@@ -29,12 +29,12 @@ class Stop(NamedTuple):
     """One way to save some of what a layer could.
 
     Attributes:
-        spared: activations that are saved.
+        saved_set: activations that are saved.
         bytes: of them.
         seconds: that computing the others again takes.
     """
 
-    spared: frozenset[str]
+    saved_set: frozenset[str]
     bytes: int
     seconds: float
 
@@ -56,7 +56,7 @@ def stops(graph: Graph, rates: Rates) -> dict[str, tuple[frozenset[str], ...]]:
         work = _Layer(graph, layer, inside, wanted, kept, rates)
         if work.signature not in known:
             chosen = _spread(_efficient(work.way(), mixed=len(members) > FEW_LAYERS))
-            known[work.signature] = tuple(tuple(name.removeprefix(layer) for name in stop.spared) for stop in chosen)
+            known[work.signature] = tuple(tuple(name.removeprefix(layer) for name in stop.saved_set) for stop in chosen)
         found[layer] = tuple(frozenset(layer + name for name in names) for names in known[work.signature])
     return found
 
@@ -87,28 +87,28 @@ class _Layer:
     def way(self) -> Iterator[Stop]:
         """From all that can be saved to nothing, one activation less each time."""
         largest = sorted(self.sizes, key=self.sizes.__getitem__)[-MOST:]
-        spared = frozenset(largest)
+        saved_set = frozenset(largest)
         yield Stop(frozenset(self.sizes), sum(self.sizes.values()), 0.0)
         if len(largest) < len(self.sizes):
-            yield self._stop(spared)
-        while spared:
-            left = [self._stop(spared - {name}) for name in self.sizes if name in spared]
-            now = self._stop(spared)
+            yield self._stop(saved_set)
+        while saved_set:
+            left = [self._stop(saved_set - {name}) for name in self.sizes if name in saved_set]
+            now = self._stop(saved_set)
             # Bytes differ for sure: only activations that hold some are in `sizes`.
             best = min(left, key=lambda stop: (stop.seconds - now.seconds) / (now.bytes - stop.bytes))
-            spared = best.spared
+            saved_set = best.saved_set
             yield best
 
-    def _stop(self, spared: frozenset[str]) -> Stop:
-        return Stop(spared, sum(self.sizes[name] for name in spared), self._seconds(spared))
+    def _stop(self, saved_set: frozenset[str]) -> Stop:
+        return Stop(saved_set, sum(self.sizes[name] for name in saved_set), self._seconds(saved_set))
 
-    def _seconds(self, spared: frozenset[str]) -> float:
-        """The seconds to compute everything but ``spared`` again."""
+    def _seconds(self, saved_set: frozenset[str]) -> float:
+        """The seconds to compute everything but ``saved_set`` again."""
         graph, wanted = self.graph, set(self.wanted)
         flops = moved = packed = 0
         for i in reversed(self.inside):
             value = graph.writes[i]
-            if value not in wanted or value in graph.leaves or graph.activation[i] in spared or graph.params[value]:
+            if value not in wanted or value in graph.leaves or graph.activation[i] in saved_set or graph.params[value]:
                 continue
             op = graph.ops[i]
             flops += op.flops

@@ -42,14 +42,14 @@ class Variant(NamedTuple):
 def variants_of(graph: Graph, constraints: Constraints, machine: Machine) -> list[Variant]:
     """The step with its loss whole and, where tiles are open, in each number of tiles.
 
-    Each has the levels between nothing and all saved where the search may choose them. Those are of layers, which the
-    tiles of the loss do not touch.
+    Each has the recompute options between nothing and all saved where the search may choose them. Those are of layers,
+    which the tiles of the loss do not touch.
     """
     graph = _in_loops(graph, constraints)
     base: Mode = "none" if constraints.recompute == "none" else "auto"
-    spared = {}
+    saved_sets = {}
     if constraints.recompute == "auto" and graph.step.training:
-        spared = stops(graph, Rates(machine, constraints.world_size, compute_dtype(graph.step.params)))
+        saved_sets = stops(graph, Rates(machine, constraints.world_size, compute_dtype(graph.step.params)))
     # Who runs the plan asks for tiles of the loss, and of tokens, where nothing fits without.
     looks = constraints.tiles and constraints.executable is None if constraints.loss is None else constraints.loss != 1
     head = head_of(graph) if looks else None
@@ -65,7 +65,7 @@ def variants_of(graph: Graph, constraints: Constraints, machine: Machine) -> lis
         step = by_token(graph.step, regions, number) if number > 1 else graph.step
         for tiles in losses:
             here = tiled(step, head, tiles) if head is not None and tiles > 1 else step
-            profiled = profile(graph if here is graph.step else here, base, spared)
+            profiled = profile(graph if here is graph.step else here, base, saved_sets)
             found.append(Variant(profiled, tiles, head if tiles > 1 else None, number))
     return found
 
