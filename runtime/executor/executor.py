@@ -82,14 +82,11 @@ class Executor:
         self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
         self.cache, self.accumulation, self.telemetry = runtime.cache, runtime.accumulation, runtime.telemetry
         self.store, self.early = runtime.store, runtime.early
-        # What the transport keeps is then of no use before the next forward.
-        self.trims = program.kind == "backward" and not program.gathers_again
+        self.trims, self.unread, self.names = program.trims, program.unread, program.names
         self.synchronizes = runtime.device.type != "cpu"
-        self.unread = _unread_inputs(program)
         # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.name = f"{program.kind} of {runtime.code}"
-        self.names = {p.name for i in program.instructions if isinstance(i, Gather | Reduce) for p in i.params}
         # Looked up once, not for every instruction of every step.
         self.instructions = [(i, getattr(self, _method(i)), i.dead) for i in program.instructions]
 
@@ -353,11 +350,3 @@ def added(total: Tensor | None, terms: Sequence[Tensor]) -> Tensor:
         return total.add_(term)
     # What is computed in 16 bits is rounded once per tile, and not once more with each sum.
     return term.to(torch.promote_types(term.dtype, torch.float32), copy=len(terms) == 1)
-
-
-def _unread_inputs(program: Program) -> list[int]:
-    used = {r for r in program.outputs if r is not None}
-    for instruction in program.instructions:
-        used.update(instruction.dead)
-        used.update(instruction.reads)
-    return [r for r in range(program.inputs) if r not in used]

@@ -124,6 +124,16 @@ def test_a_bucket_stays_whole_for_training_only(residency: Residency, whole: tup
     assert tuple(k for k in ("forward", "backward", "inference") if stays_whole(residency, k)) == whole
 
 
+def test_a_program_tells_what_it_works_for_and_what_it_reads() -> None:
+    forward = program(*FORWARD)
+    assert forward.names == {W.name} and forward.unread == ()
+    assert replace(forward, inputs=6).unread == (5,)
+    assert replace(forward, inputs=6, outputs=(4, 5)).unread == ()
+    assert not forward.trims  # it is no backward
+    backward = program(*FORWARD, kind="backward")
+    assert not backward.trims and program(replace(FORWARD[0], resident=True), kind="backward").trims
+
+
 def test_the_text_is_one_line_per_instruction() -> None:
     lines = str(program(*FORWARD)).splitlines()
     assert [line.split()[1] for line in lines] == ["gather", "wait", "compute", "free"]

@@ -130,9 +130,24 @@ class Program:
                     yield f"{instruction.operation} bucket {instruction.bucket}: {what}"
 
     @property
-    def gathers_again(self) -> bool:
-        """Whether it gathers what no program before has kept whole."""
-        return any(isinstance(each, Gather) and not each.resident for each in self.instructions)
+    def trims(self) -> bool:
+        """Whether memory that earlier gathers left free is of no use before the next forward: a backward gathers
+        nothing anew."""
+        again = any(isinstance(each, Gather) and not each.resident for each in self.instructions)
+        return self.kind == "backward" and not again
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The parameters that it gathers or reduces."""
+        return frozenset(p.name for each in self.instructions if isinstance(each, Collective) for p in each.params)
+
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """The inputs that nothing reads, and nothing returns."""
+        used = {register for register in self.outputs if register is not None}
+        for each in self.instructions:
+            used.update(each.dead, each.reads)
+        return tuple(register for register in range(self.inputs) if register not in used)
 
     @property
     def digest(self) -> str:

@@ -120,7 +120,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
         run.programs.append(begin)
         if not program.carries:
             ready = {}
-        if buffers is not None and program.kind == "backward" and not program.gathers_again:
+        if buffers is not None and program.trims:
             buffers.trim(last)
         if cells is not None:
             cells.enter(program, run)
