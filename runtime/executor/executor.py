@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,21 +13,19 @@ from torch.profiler import record_function
 
 from zerograph.core.instructions import (
     Accumulate,
+    BeginUpdate,
     Compute,
-    Fetch,
     Free,
     Gather,
     Instruction,
+    Move,
     Place,
-    Read,
     Reduce,
     Scale,
-    Spill,
     View,
     WaitFetch,
     WaitGather,
     WaitReduce,
-    Write,
 )
 from zerograph.core.plan import ParamTile
 from zerograph.core.program import Program
@@ -92,11 +90,8 @@ class Executor:
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.name = f"{program.kind} of {runtime.code}"
         self.names = {p.name for i in program.instructions if isinstance(i, Gather | Reduce) for p in i.params}
-        reduced = {i.bucket for i in program.instructions if isinstance(i, Reduce)}
-        last = {getattr(i, "bucket", None): i for i in program.instructions}
-        self.last = {id(last[bucket]) for bucket in reduced}
         # Looked up once, not for every instruction of every step.
-        self.instructions = [(i, self._method(i), i.dead) for i in program.instructions]
+        self.instructions = [(i, getattr(self, _method(i)), i.dead) for i in program.instructions]
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program once: on all ranks to its end, or on none (:mod:`zerograph.runtime.comm.rendezvous`)."""
@@ -167,13 +162,7 @@ class Executor:
 
         return marked
 
-    def _method(self, instruction: Instruction) -> Callable[..., None]:
-        run: Callable[..., None] = getattr(self, _method(instruction))
-        return partial(self._update_after, run) if id(instruction) in self.last else run
-
-    def _update_after(self, run: Callable[..., None], instruction: Reduce, registers: list[Any]) -> None:
-        """``run``, of the last instruction of a bucket, which may then be updated."""
-        run(instruction, registers)
+    def _begin_update(self, instruction: BeginUpdate, registers: list[Any]) -> None:
         self.early.start(instruction.bucket)
 
     def _compute(self, instruction: Compute, registers: list[Any]) -> None:
@@ -243,18 +232,15 @@ class Executor:
         if instruction.ends:
             self.comm.trim()  # it would wait for the next forward
 
-    def _read(self, instruction: Read | Fetch, registers: list[Any]) -> None:
-        whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
-        shards = [registers[r] for r in instruction.reads]
-        registers[instruction.writes[0]] = None if whole else self.store.fetches.start_read(instruction.params, shards)
-
-    def _fetch(self, instruction: Fetch, registers: list[Any]) -> None:
+    def _fetch(self, instruction: Move, registers: list[Any]) -> None:
         (out,) = instruction.writes
         if instruction.staged:  # on its way from NVMe
             registers[out] = registers[instruction.reads[0]]
         else:
-            self._read(instruction, registers)
-        if registers[out] is not None:
+            whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
+            shards = [registers[r] for r in instruction.reads]
+            registers[out] = None if whole else self.store.fetches.start_read(instruction.params, shards)
+        if instruction.target == "device" and registers[out] is not None:
             registers[out] = self.store.fetches.copy_up(registers[out])
 
     def _wait_fetch(self, instruction: WaitFetch, registers: list[Any]) -> None:
@@ -267,20 +253,20 @@ class Executor:
         for register, tensor in zip(instruction.outs, found, strict=True):
             registers[register] = tensor
 
-    def _spill_saved(self, instruction: Write | Spill, registers: list[Any]) -> None:
-        away = self.store.saved.spill([registers[r] for r in instruction.reads], instruction.moves[1])
+    def _spill_saved(self, instruction: Move, registers: list[Any]) -> None:
+        away = self.store.saved.spill([registers[r] for r in instruction.reads], instruction.target)
         for register, tensor in zip(instruction.writes, away, strict=True):
             registers[register] = tensor
 
-    def _fetch_saved(self, instruction: Read | Fetch, registers: list[Any]) -> None:
+    def _fetch_saved(self, instruction: Move, registers: list[Any]) -> None:
         (out,) = instruction.writes
         if instruction.staged:  # on its way from NVMe
             registers[out] = self.store.saved.copy_up(registers[instruction.reads[0]])
         else:
             away = [registers[r] for r in instruction.reads]
-            registers[out] = self.store.saved.fetch(away, instruction.moves[0])
+            registers[out] = self.store.saved.fetch(away, instruction.source)
 
-    def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
+    def _spill(self, instruction: Move, registers: list[Any]) -> None:
         there: list[Tensor | None] = [registers[r] for r in instruction.reads[: len(instruction.params)]]
         first = instruction.params[0]
         if isinstance(first, ParamTile) and not instruction.staged:
@@ -290,7 +276,7 @@ class Executor:
             there = (gradients.stage if instruction.staged else gradients.spill)(instruction.params, there)
         # What no_sync holds back is whole, and here; autograd gets marks in its place.
         if not self.accumulation.active and instruction.complete:
-            if isinstance(instruction, Spill):
+            if instruction.target == "host":
                 there = self.early.take(instruction.bucket, instruction.params, there, self.store.gradients.arrival())
             else:
                 self.early.wait(LEAVING)
@@ -298,7 +284,7 @@ class Executor:
             registers[register] = tensor
 
     def _with_tile(
-        self, instruction: Write | Spill, tile: ParamTile, grad: Tensor | None, registers: list[Any]
+        self, instruction: Move, tile: ParamTile, grad: Tensor | None, registers: list[Any]
     ) -> Tensor | None:
         """The tensor for autograd in place of a gradient, as one more of its tiles moves."""
         into: Tensor | None = None if tile.begin == 0 else registers[instruction.writes[0]]
@@ -346,18 +332,15 @@ _METHODS: dict[type, str] = {
     Free: "_free",
     Reduce: "_reduce",
     WaitReduce: "_wait_reduce",
-    Read: "_read",
-    Fetch: "_fetch",
     WaitFetch: "_wait_fetch",
-    Write: "_spill",
-    Spill: "_spill",
+    BeginUpdate: "_begin_update",
 }
 
 
 def _method(instruction: Instruction) -> str:
     """The name of the executor's method that runs it."""
-    if isinstance(instruction, Read | Fetch | Write | Spill) and instruction.what == "activations":
-        return "_spill_saved" if isinstance(instruction, Write | Spill) else "_fetch_saved"
+    if isinstance(instruction, Move):
+        return ("_fetch" if instruction.rises else "_spill") + "_saved" * (instruction.what == "activations")
     return _METHODS[type(instruction)]
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zerograph.core.errors import StorageError
-from zerograph.core.instructions import Write
+from zerograph.core.instructions import Move
 from zerograph.core.machine import Tier
 from zerograph.core.program import Program
 from zerograph.core.slots import LEAVING, SLOTS
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 def room_for(program: Program) -> int:
     """Bytes on NVMe that what ``program`` saves takes there."""
-    moves = (i for i in program.instructions if isinstance(i, Write) and i.what == "activations")
+    moves = (i for i in program.instructions if isinstance(i, Move) and i.what == "activations" and i.target == "nvme")
     saved = (program.contents[register] for move in moves for register in dict.fromkeys(move.writes))
     homes = {content.storage: content.bytes for content in saved}
     return sum(map(_aligned, homes.values()))

@@ -288,10 +288,28 @@ def test_what_cannot_be_offloaded_is_refused_before_tracing(model: Path) -> None
         (("--offload", "parameters", "--stage", "1"), "stage 1 cannot offload parameters"),
         (("--offload", "optimizer", "--tier", "host", "--machine", "cpu"), "cpu has no host memory to offload to"),
         (("--overlap", "forward"), "overlap forward is given, and offload is none"),
-        (("--offload", "optimizer", "--machine", "cpu", "--overlap", "forward"), "no forecast tells how they share"),
+        (("--offload", "optimizer", "--machine", "cpu", "--overlap", "backward"), "no forecast tells how they share"),
+        (("--offload", "optimizer", "--overlap", "delayed"), "overlap delayed is given without tier host"),
     ):
         result = run(f"{model}:branches", *arguments)
         assert result.exit_code == 2 and message in result.stderr, result.stderr
+
+
+def test_a_plan_has_updates_beside_what_the_optimizer_says(model: Path) -> None:
+    seconds = {}
+    for overlap, told in {
+        "none": "so it waits for the whole backward",
+        "backward": "inside of the backward, by buckets",
+        "forward": "beside the next forward",
+        "delayed": "beside the next step, which computes with copies from before",
+    }.items():
+        result = run(f"{model}:small", *OFFLOAD, "optimizer", "--tier", "host", "--overlap", overlap, "--json")
+        assert result.exit_code == 0, result.stderr
+        file = PlanFile.from_json(result.stdout)
+        assert file.plan.overlap == overlap and check_file(file) == []
+        assert any(told in f"{reason.decision} {reason.why}" for reason in file.reasons)
+        seconds[overlap] = file.forecast.seconds
+    assert seconds["none"] > seconds["backward"] and seconds["none"] > seconds["delayed"]
 
 
 def test_memory_is_not_dropped_beside_offload() -> None:

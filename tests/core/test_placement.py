@@ -14,7 +14,7 @@ import torch
 from harness import Rank
 from torch import Tensor, nn
 
-from zerograph.core.instructions import Fetch, Gather, Read
+from zerograph.core.instructions import Gather, Move
 from zerograph.core.machine import Machine, Tier, machine_named
 from zerograph.core.placement import copy_tier, values_tier
 from zerograph.core.plan import Homes
@@ -83,7 +83,7 @@ def _found(machine: Machine, rank: Rank) -> dict[str, tuple[int, int]]:
     found = {"on NVMe": (lying, kept["parameters"] + kept["optimizer states"])}
     fetched = defaultdict[int, int](int)
     for each in frame.programs["forward"].instructions:
-        if isinstance(each, Fetch | Read) and each.what == "shard" and not (isinstance(each, Fetch) and each.staged):
+        if isinstance(each, Move) and each.what == "shard" and not each.staged:
             fetched[each.bucket] += each.bytes
     for bucket in frame.plan.buckets:
         size = Shards.of(bucket.params, rank.world_size, 0, staging).at(bucket.homes).fetched

@@ -11,29 +11,28 @@ from typing import get_args
 import pytest
 
 from zerograph.core.instructions import (
+    LINKS,
     Accumulate,
+    BeginUpdate,
     Collective,
     Compute,
     DeviceUpdate,
-    Fetch,
     Free,
     Gather,
     HostUpdate,
     Instruction,
     Move,
     Place,
-    Read,
     Reduce,
     Scale,
-    Spill,
     Timed,
     Update,
     View,
     WaitFetch,
     WaitGather,
     WaitReduce,
-    Write,
 )
+from zerograph.core.machine import TIERS, Tier
 from zerograph.core.plan import Residency
 from zerograph.core.program import Program, Segment, stays_whole
 from zerograph.core.step import Param
@@ -43,8 +42,11 @@ W = Param("w", (4,), "float32", "float32", "float32", True, True)
 V = Param("v", (2,), "float32", "bfloat16", "float32", True, False)
 
 
-def moving(kind: type, what: str = "shard") -> Instruction:
-    return kind(what, "blocks.0 tile 1/2", "blocks.0", 2**20, (1,), (2,))
+def moving(source: Tier, target: Tier, what: str = "shard") -> Move:
+    return Move(source, target, what, "blocks.0 tile 1/2", "blocks.0", 2**20, (1,), (2,))
+
+
+UPDATES = tuple(kind("blocks.0 tile 1/2", "blocks.0", 2**20, (1,), (2,)) for kind in (HostUpdate, DeviceUpdate))
 
 
 FORWARD = (
@@ -55,7 +57,7 @@ FORWARD = (
 )
 EACH: tuple[Instruction, ...] = (
     *FORWARD, Reduce(0, (W, V), (1, 2), 3), WaitReduce(3, (4, 5), bucket=0), Update((0,), (64,), reads=(4, 5)),
-    *(moving(kind) for kind in get_args(Move)), WaitFetch(2),
+    *(moving(*link) for link in LINKS), *UPDATES, WaitFetch(2), BeginUpdate(0),
     View(0, 2, 0, 1, 3), Place((2,), 3, True, shape=(4, 2)), Accumulate((1, 2), 3, False),
     Scale(1, 2, 3),
 )  # fmt: skip
@@ -81,13 +83,15 @@ def test_an_instruction_describes_itself(step: Instruction) -> None:
 
 
 def test_moves_are_between_two_neighbouring_tiers() -> None:
-    assert {kind.__name__: kind.moves for kind in (Spill, Fetch, Write, Read)} == {
-        "Spill": ("device", "host"),
-        "Fetch": ("host", "device"),
-        "Write": ("host", "nvme"),
-        "Read": ("nvme", "host"),
-    }
-    assert [type(step) for step in EACH if step.moves is None and isinstance(step, Move)] == [HostUpdate, DeviceUpdate]
+    moves = {move.operation: move for move in (moving(*link) for link in LINKS)}
+    assert list(moves) == ["spill", "fetch", "write", "read"]
+    assert {name: move.rises for name, move in moves.items()} == dict(
+        zip(moves, (False, True, False, True), strict=True)
+    )
+    assert all(abs(TIERS.index(source) - TIERS.index(target)) == 1 for source, target in LINKS)
+    assert len({move.stream for move in moves.values()}) == len(LINKS)
+    staged = [replace(move, home=tier).staged for tier in ("host", "nvme") for move in moves.values()]
+    assert staged == [False] * 4 + [True, True, False, False]
 
 
 def test_what_is_read_and_written() -> None:
@@ -124,7 +128,9 @@ def test_the_text_is_one_line_per_instruction() -> None:
     lines = str(program(*FORWARD)).splitlines()
     assert [line.split()[1] for line in lines] == ["gather", "wait", "compute", "free"]
     assert lines[0] == "   0  gather       bucket 0  1 parameters, 16 B"
-    assert str(program(moving(Spill, "gradient"))) == "   0  spill        gradient of blocks.0 tile 1/2, 1 MiB"
+    assert (
+        str(program(moving("device", "host", "gradient"))) == "   0  spill        gradient of blocks.0 tile 1/2, 1 MiB"
+    )
 
 
 def test_collectives_name_what_all_ranks_must_agree_on() -> None:
@@ -155,7 +161,7 @@ def test_people_read_the_names_of_buckets_layers_and_tiles() -> None:
     compute, outside = FORWARD[2], Compute(0, (1,), (2,))
     assert named.name(compute) == "forward blocks.0" and named.module(compute) == "blocks.0.mlp"
     assert named.name(outside) == "forward outside of layers"
-    fetch = moving(Fetch)
+    fetch = moving("host", "device")
     assert (named.name(fetch), named.label(fetch)) == ("fetch shard of blocks.0 tile 1/2", "blocks.0 tile 1/2")
     assert named.name(Update((0,), (8,))) == "optimizer update"
     assert named.label(WaitFetch(2)) == named.module(WaitFetch(2)) == ""

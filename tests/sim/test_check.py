@@ -11,7 +11,7 @@ from planner.test_offload import GPU, MIB, Drawn, placed, plans, ruled, schedule
 from quick import examples
 
 from zerograph.core.errors import InvariantError
-from zerograph.core.instructions import Compute, Fetch, Free, Gather, Instruction, Reduce, WaitGather
+from zerograph.core.instructions import Compute, Free, Gather, Instruction, Move, Reduce, WaitGather
 from zerograph.core.program import Program
 from zerograph.planner.programs.homes import HOMES
 from zerograph.planner.programs.sketch import sketch
@@ -50,7 +50,7 @@ def changed(old: Instruction, new: tuple[Instruction, ...]) -> list[Program]:
         (without(Gather), "is waited for, and has not begun"),
         (without(Free), "begins while it is whole"),
         (without(Compute), "lets go of register"),
-        (without(Fetch), "which is not there"),
+        (without(Move, 1), "which is not there"),
     ],
 )
 def test_what_is_missing_is_noticed(programs: list[Program], message: str) -> None:

@@ -13,18 +13,15 @@ from planner.test_offload import CPU, GPU, MIB, placed, ruled, scheduler_of
 from zerograph.core.instructions import (
     Compute,
     DeviceUpdate,
-    Fetch,
     Free,
     Gather,
     HostUpdate,
     Instruction,
-    Read,
+    Move,
     Reduce,
-    Spill,
     Update,
     WaitFetch,
     WaitGather,
-    Write,
 )
 from zerograph.core.machine import Machine
 from zerograph.core.plan import Homes, Plan
@@ -46,6 +43,7 @@ def programs_of(plan: Plan, machine: Machine = GPU) -> tuple[Program, ...]:
     return programs
 
 
+ON_HOST, ON_DEVICE = ("update", "states", HostUpdate), ("update", "states", DeviceUpdate)
 Change = Callable[[Any], Sequence[Instruction]]
 
 
@@ -58,10 +56,10 @@ def changed(programs: Sequence[Program], wanted: Callable[[Any], bool], change: 
     ]
 
 
-def unread(kind: type, what: str = "") -> tuple[Callable[[Any], bool], Change]:
-    """An instruction of that kind that reads nothing."""
+def unread(operation: str, what: str, kind: type = Move) -> tuple[Callable[[Any], bool], Change]:
+    """An instruction of that operation and kind that reads nothing."""
     return (
-        lambda each: isinstance(each, kind) and getattr(each, "what", "") == what,
+        lambda each: isinstance(each, kind) and each.operation == operation and getattr(each, "what", "") == what,  # type: ignore[attr-defined]
         lambda each: [replace(each, reads=())],
     )
 
@@ -74,20 +72,48 @@ def found(programs: Sequence[Program], plan: Plan, check: str) -> list[str]:
 @pytest.mark.parametrize(
     ("plan", "broken", "message"),
     [
-        (FAR, (Gather,), "gather blocks.0 tile 1/2 does not read what the fetch of its shard wrote"),
-        (FAR, (Fetch, "shard"), "fetch shard of blocks.0 tile 1/2 does not read what the read of its shard wrote"),
-        (FAR, (Read, "states"), "read states of blocks.1 tile 1/2 does not read what the write of its gradient wrote"),
-        (FAR, (HostUpdate, "states"), "update blocks.1 tile 1/2 does not read what the read of its states wrote"),
-        (FAR, (Write, "states"), "write states of blocks.1 tile 1/2 does not read what the update of its states wrote"),
-        (placed(HERE, Homes("host", "host", "host")), (HostUpdate, "states"), "the spill of its gradient wrote"),
-        (placed(HERE, Homes("device", "device", "nvme")), (HostUpdate, "states"), "the spill of its gradient wrote"),
-        (placed(HERE, Homes("device", "device", "nvme")), (Fetch, "parameters"), "the update of its states wrote"),
-        (PASSING, (Fetch, "states"), "fetch states of blocks.1 does not read what the spill of its gradient wrote"),
-        (PASSING, (DeviceUpdate, "states"), "update blocks.1 does not read what the fetch of its states wrote"),
-        (PASSING, (Spill, "states"), "spill states of blocks.1 does not read what the update of its states wrote"),
-        (SAVED, (Fetch, "activations"), "does not read what the read of its activations wrote"),
-        (SAVED, (Read, "activations"), "does not read what the write of its activations wrote"),
-        (replace(SAVED, offload=(("blocks.0", "host"),)), (Fetch, "activations"), "the spill of its activations wrote"),
+        (FAR, ("gather", "", Gather), "gather blocks.0 tile 1/2 does not read what the fetch of its shard wrote"),
+        (FAR, ("fetch", "shard"), "fetch shard of blocks.0 tile 1/2 does not read what the read of its shard wrote"),
+        (
+            FAR,
+            ("read", "states"),
+            "states of blocks.1 tile 1/2 does not read what the write of its gradient wrote",
+        ),
+        (
+            FAR,
+            ON_HOST,
+            "update blocks.1 tile 1/2 does not read what the read of its states wrote",
+        ),
+        (
+            FAR,
+            ("write", "states"),
+            "states of blocks.1 tile 1/2 does not read what the update of its states wrote",
+        ),
+        (
+            placed(HERE, Homes("host", "host", "host")),
+            ON_HOST,
+            "the spill of its gradient wrote",
+        ),
+        (
+            placed(HERE, Homes("device", "device", "nvme")),
+            ON_HOST,
+            "the spill of its gradient wrote",
+        ),
+        (placed(HERE, Homes("device", "device", "nvme")), ("fetch", "parameters"), "the update of its states wrote"),
+        (PASSING, ("fetch", "states"), "fetch states of blocks.1 does not read what the spill of its gradient wrote"),
+        (
+            PASSING,
+            ON_DEVICE,
+            "update blocks.1 does not read what the fetch of its states wrote",
+        ),
+        (PASSING, ("spill", "states"), "spill states of blocks.1 does not read what the update of its states wrote"),
+        (SAVED, ("fetch", "activations"), "does not read what the read of its activations wrote"),
+        (SAVED, ("read", "activations"), "does not read what the write of its activations wrote"),
+        (
+            replace(SAVED, offload=(("blocks.0", "host"),)),
+            ("fetch", "activations"),
+            "the spill of its activations wrote",
+        ),
     ],
 )
 def test_what_does_not_read_what_came_is_found(plan: Plan, broken: tuple[Any, ...], message: str) -> None:
@@ -98,9 +124,9 @@ def test_what_does_not_read_what_came_is_found(plan: Plan, broken: tuple[Any, ..
 def test_on_a_cpu_what_is_read_needs_no_fetch() -> None:
     plan = placed(HERE, Homes("nvme", "nvme", "nvme"))
     programs = programs_of(plan, CPU)
-    gather = found(changed(programs, *unread(Gather)), plan, "arrivals")
+    gather = found(changed(programs, *unread("gather", "", Gather)), plan, "arrivals")
     assert gather[0].startswith("gather blocks.0 does not read what the fetch of its shard wrote")
-    assert "read of its states" in found(changed(programs, *unread(HostUpdate, "states")), plan, "arrivals")[0]
+    assert "read of its states" in found(changed(programs, *unread(*ON_HOST)), plan, "arrivals")[0]
 
 
 def test_an_update_with_the_gradient_of_another_tile_is_found() -> None:

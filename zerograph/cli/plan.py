@@ -50,7 +50,9 @@ _OFFLOADED = (
     "and with shards on the host on GPUs."
 )
 _BESIDE = (
-    'The optimizer: forward has overlap="forward", so that updates of what left the device run beside the forward.'
+    "The optimizer's argument: backward is overlap=True, where backwards update what they have done with; forward is "
+    'overlap="forward", where updates of what left the device run beside the next forward; delayed is delayed=True, '
+    "where they run beside the whole next step."
 )
 _SAVED = "Where saved activations wait for the backward; auto is the device, or with --offload a choice by layer."
 _TILE = "Tiles of each large weight of a linear layer; auto has none, or chooses with --offload."

@@ -1,20 +1,18 @@
 """The instructions of programs: plain data that describe themselves.
 
-Registers are integers; an instruction names those it reads and writes, those that are dead after it, the stream it runs
-on, and the tiers it moves bytes between.
+Registers are integers; an instruction names those it reads and writes, those that are dead after it, and the stream
+that it runs on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zerograph.core.machine import Tier
+from zerograph.core.machine import TIERS, Tier
 from zerograph.core.plan import Param
 from zerograph.core.timeline import Operation, Stream
-
-Moves = tuple[Tier, Tier]
-"""From which tier to which."""
 
 
 class _Instruction:
@@ -23,13 +21,11 @@ class _Instruction:
     Attributes:
         stream: that it occupies; None where it occupies none.
         operation: what it does.
-        moves: from which tier to which.
     """
 
     __slots__ = ()
     stream: ClassVar[Stream | None] = None
     operation: ClassVar[Operation]
-    moves: ClassVar[Moves | None] = None
 
 
 class _Making(_Instruction):
@@ -277,6 +273,23 @@ class Free(_Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class BeginUpdate(_Instruction):
+    """Nothing of this backward works for the bucket any more: an optimizer that updates inside of it begins here."""
+
+    operation = "update"
+    bucket: int
+    dead: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
 class Update(_Instruction):
     """The optimizer's pass over what lives on the device; ``sizes`` are the bytes it reads and writes, by parameter."""
 
@@ -292,11 +305,22 @@ class Update(_Instruction):
         return ()
 
 
+LINKS: Mapping[tuple[Tier, Tier], tuple[Operation, Stream]] = {
+    ("device", "host"): ("spill", "d2h"),
+    ("host", "device"): ("fetch", "h2d"),
+    ("host", "nvme"): ("write", "nvme_write"),
+    ("nvme", "host"): ("read", "nvme_read"),
+}
+"""The tiers between which bytes move at once, the name of such a move, and the stream that it occupies. The host reads
+and writes NVMe; on a CPU its memory is the device's."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Move(_Instruction):
-    """Bytes on their way between tiers.
+class Move:
+    """Bytes on their way from one tier to a neighbour; between others they move twice, through a staging buffer.
 
     Attributes:
+        source, target: a pair of :data:`LINKS`.
         what: is moved: "shard", "gradient", "states", "parameters" or "activations".
         label: whose, for people: a bucket, a tile of it, a layer or an activation.
         module: that it belongs to.
@@ -308,6 +332,8 @@ class _Move(_Instruction):
         complete: whether behind it whole gradients have left the device, and not only a tile of one.
     """
 
+    source: Tier
+    target: Tier
     what: str
     label: str
     module: str
@@ -323,82 +349,72 @@ class _Move(_Instruction):
     complete: bool = False
 
     @property
+    def operation(self) -> Operation:
+        """Its name for people and viewers."""
+        return LINKS[self.source, self.target][0]
+
+    @property
+    def stream(self) -> Stream:
+        """The stream that it occupies."""
+        return LINKS[self.source, self.target][1]
+
+    @property
+    def rises(self) -> bool:
+        """Whether it comes nearer to the device."""
+        return TIERS.index(self.target) < TIERS.index(self.source)
+
+    @property
     def staged(self) -> bool:
         """Whether it moves between the device and a staging buffer, and another move between that and the home."""
-        return self.home is not None and self.moves is not None and self.home not in self.moves
+        return self.home is not None and self.home not in (self.source, self.target)
 
 
 @dataclass(frozen=True, slots=True)
-class Spill(_Move):
-    """Copy from the device to the host."""
-
-    stream = "d2h"
-    operation = "spill"
-    moves = ("device", "host")
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch(_Move):
-    """Copy from the host to the device."""
-
-    stream = "h2d"
-    operation = "fetch"
-    moves = ("host", "device")
-
-
-@dataclass(frozen=True, slots=True)
-class Write(_Move):
-    """Write from a staging buffer to NVMe; on a CPU the host's memory is the device's."""
-
-    stream = "nvme_write"
-    operation = "write"
-    moves = ("host", "nvme")
-
-
-@dataclass(frozen=True, slots=True)
-class Read(_Move):
-    """Read from NVMe into a staging buffer."""
-
-    stream = "nvme_read"
-    operation = "read"
-    moves = ("nvme", "host")
-
-
-@dataclass(frozen=True, slots=True)
-class HostUpdate(_Move):
-    """The optimizer's pass over a bucket or tile whose states live off the device; ``bytes`` are read and written.
+class _AwayUpdate(_Instruction):
+    """The optimizer's pass over a bucket or tile whose states live off the device.
 
     Attributes:
+        label, module, slot: as :class:`Move` has them.
+        bytes: that are read and written, on this rank.
         updated: how many parameters these are of.
         tiles: that updates of the bucket divide it into.
     """
 
+    operation = "update"
+    what: ClassVar[str] = "states"
+    label: str
+    module: str
+    bytes: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    dead: tuple[int, ...] = ()
+    bucket: int = -1
+    tile: int = 0
+    slot: int | None = None
+    updated: int = 0
+    tiles: int = 1
+
+
+class HostUpdate(_AwayUpdate):
+    """On the host, beside its states."""
+
+    __slots__ = ()
     stream = "cpu_update"
-    operation = "update"
-    updated: int = 0
-    tiles: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceUpdate(_Move):
-    """The same on the device, of states that came from the host and go back there.
+class DeviceUpdate(_AwayUpdate):
+    """On the device, of states that came from the host and go back there."""
 
-    Attributes:
-        updated, tiles: as :class:`HostUpdate` has them.
-    """
-
+    __slots__ = ()
     stream = "compute"
-    operation = "update"
-    updated: int = 0
-    tiles: int = 1
 
 
-Move = Spill | Fetch | Write | Read | HostUpdate | DeviceUpdate
+OffDevice = Move | HostUpdate | DeviceUpdate
 Collective = Gather | Reduce
 Wait = WaitGather | WaitReduce | WaitFetch
 TileEnd = Place | Accumulate
 Computing = Compute | Update | TileEnd | Scale
 """Instructions that compute, and belong to no bucket."""
-Timed = Computing | Collective | Move
+Timed = Computing | Collective | OffDevice
 """Instructions that occupy a stream."""
-Instruction = Timed | Wait | Free | View
+Instruction = Timed | Wait | Free | View | BeginUpdate

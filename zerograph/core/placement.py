@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from zerograph.core.machine import Tier
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Bucket, Homes, Plan
 
 
 class Role(Protocol):
@@ -48,3 +48,10 @@ def copy_tier(param: Role, homes: Homes, split: bool) -> Tier | None:
     if values == "device" or not (param.is_master or values != homes.parameters):
         return None
     return homes.parameters
+
+
+def updated_late(plan: Plan, bucket: Bucket) -> bool:
+    """Whether the shards of ``bucket`` are updated while the next step computes with copies of them from before."""
+    trained = [p for p in bucket.params if p.trainable and p.sharded]
+    copies = [copy_tier(p, bucket.homes, split=True) for p in trained]
+    return plan.overlap == "delayed" and bucket.homes.optimizer == "host" and bool(copies) and None not in copies

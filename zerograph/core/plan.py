@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
@@ -53,8 +53,8 @@ gradients from stage 2, parameters from stage 3, so that the place in here is th
 Update = Literal["host", "device"]
 UPDATES: tuple[Update, ...] = ("host", "device")
 """Where an update of states on the host computes."""
-Overlap = Literal["none", "forward"]
-OVERLAPS: tuple[Overlap, ...] = ("none", "forward")
+Overlap = Literal["none", "backward", "forward", "delayed"]
+OVERLAPS: tuple[Overlap, ...] = ("none", "backward", "forward", "delayed")
 """What an update of states off the device runs beside."""
 
 
@@ -247,9 +247,10 @@ class Plan:
         fetch_ahead: layers before its own in the backward at which what a layer offloaded begins to come back.
         update: where an update of states on the host computes: "host", beside them, or "device", through which they
             pass in slots and back.
-        overlap: what updates of states off the device run beside: "none", or "forward", that of the next step, where
-            each gather waits for the update of its bucket. The optimizer's ``overlap`` decides; a plan says what it was
-            made for.
+        overlap: what updates run beside: "none"; "backward", where a bucket is updated as soon as the backward has done
+            with it; "forward", that of the next step, where each gather waits for the update of its bucket off the
+            device; or "delayed", where the next step computes with copies from before. The optimizer's ``overlap`` and
+            ``delayed`` decide; a plan says what it was made for.
         loss_tiles: parts over tokens that the head and its loss run in, one after another, so that logits never exist
             whole; the backward computes each part again.
         head: lasting name of the logits that are cut so; empty where they are whole, or their step was never traced.
@@ -278,6 +279,16 @@ class Plan:
     def ahead(self) -> tuple[int, ...]:
         """How many visits ahead the gathers of each bucket begin, at most."""
         return tuple(self.prefetch if b.ahead is None else b.ahead for b in self.buckets)
+
+    def updated_inside(self, bucket: Bucket) -> bool:
+        """Whether the backward updates the shards of ``bucket``. Tiles of a gradient become one in the step, but where
+        they go to the host."""
+        return self.overlap == "backward" and (bucket.tiles == 1 or bucket.homes.spilled == "host")
+
+    def homes_of(self, bucket: Bucket) -> Homes:
+        """The homes of ``bucket`` while a step runs: gradients that the backward uses up go to no disk."""
+        homes = bucket.homes
+        return replace(homes, gradients="device") if self.updated_inside(bucket) and homes.spilled == "nvme" else homes
 
     @property
     def farthest(self) -> Homes:
@@ -374,8 +385,10 @@ class Plan:
             yield f"updates on {self.update!r}"
         if self.overlap not in OVERLAPS:
             yield f"updates beside {self.overlap!r}"
-        if self.overlap == "forward" and self.update == "device":
-            yield "updates on the device beside the forward, which computes there"
+        if self.overlap != "none" and self.update == "device":
+            yield f"updates on the device ({self.overlap}) of what left it, while it computes"
+        if self.overlap == "delayed" and any(bucket.homes.optimizer == "nvme" for bucket in self.buckets):
+            yield "delayed updates of states on NVMe"
         for bucket in self.buckets:
             yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
         yield from _unlike(self)

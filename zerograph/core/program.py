@@ -11,30 +11,23 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zerograph.core.instructions import (  # noqa: F401  some rooms still import them from here
+from zerograph.core.instructions import (
     Accumulate,
+    BeginUpdate,
     Collective,
     Compute,
-    DeviceUpdate,
-    Fetch,
     Free,
     Gather,
-    HostUpdate,
     Instruction,
     Move,
     Place,
-    Read,
     Reduce,
     Scale,
-    Spill,
-    Timed,
     Update,
     View,
-    Wait,
     WaitFetch,
     WaitGather,
     WaitReduce,
-    Write,
 )
 from zerograph.core.machine import Tier
 from zerograph.core.plan import ParamTile, Residency
@@ -151,6 +144,8 @@ class Program:
         match instruction:
             case Compute(module=module) | Place(module=module) | Accumulate(module=module) | Scale(module=module):
                 return layer_of(module) or module or "outside of layers"
+            case BeginUpdate(bucket=bucket):
+                return self.buckets[bucket] if self.buckets else f"bucket {bucket}"
             case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
                 name = self.buckets[instruction.bucket] if self.buckets else f"bucket {instruction.bucket}"
                 return name if instruction.tiles == 1 else f"{name} tile {instruction.tile + 1}/{instruction.tiles}"
@@ -170,9 +165,11 @@ class Program:
                 return f"{self.kind} {self.label(instruction)}, times a number"
             case Update():
                 return "optimizer update"
+            case BeginUpdate():
+                return f"begin update of {self.label(instruction)}"
             case View():
                 return "view"
-            case Spill() | Fetch() | Write() | Read():
+            case Move():
                 return f"{instruction.operation} {instruction.what} of {instruction.label}"
             case _:
                 return f"{instruction.operation} {self.label(instruction)}"
@@ -180,7 +177,7 @@ class Program:
     def module(self, instruction: Instruction) -> str:
         """The module that it works for."""
         match instruction:
-            case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
+            case Gather() | WaitGather() | Free() | Reduce() | WaitReduce() | BeginUpdate():
                 return self.buckets[instruction.bucket] if self.buckets else ""
             case Update():
                 return "optimizer"
@@ -213,6 +210,8 @@ def _describe(instruction: Instruction) -> str:
             return f"free         bucket {instruction.bucket}"
         case Update():
             return f"update       {len(instruction.sizes)} parameters"
+        case BeginUpdate():
+            return f"begin update bucket {instruction.bucket}"
         case WaitFetch():
             return "wait fetch"
         case View(dim=dim, begin=begin, end=end):

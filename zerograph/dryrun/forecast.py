@@ -165,7 +165,7 @@ def refuse_offload(
             raise ConfigError(f"tier {tier} is given, and offload is none", "say what goes there: --offload optimizer")
         if overlap != "none":
             raise ConfigError(
-                f"overlap {overlap} is given, and offload is none: updates on the device hide behind nothing there",
+                f"overlap {overlap} is given, and offload is none: updates on the device stand behind the backward",
                 "say what leaves it: --offload optimizer",
             )
         return
@@ -173,6 +173,11 @@ def refuse_offload(
         raise ConfigError(
             f"on {machine.name} the cores that update are those that compute: no forecast tells how they share",
             'plan without it, and measure overlap="forward"',
+        )
+    if overlap == "delayed" and tier != "host":
+        raise ConfigError(
+            "overlap delayed is given without tier host: states on NVMe are updated by a step itself",
+            "say where states are: --tier host",
         )
     open_homes(offload, open_tiers(machine, world, offload, tier), 3 if stage == "auto" else stage)
 

@@ -15,19 +15,17 @@ from zerograph.core.instructions import (
     Accumulate,
     Compute,
     DeviceUpdate,
-    Fetch,
     Free,
     Gather,
     HostUpdate,
     Instruction,
+    Move,
     Place,
     Reduce,
     Scale,
-    Spill,
     View,
     Wait,
     WaitGather,
-    Write,
 )
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
@@ -94,7 +92,7 @@ class _Check:
                 yield Wrong.at("gathers", program, place, message)
 
     def _registers(self, program: Program, instruction: Instruction) -> Iterator[str]:
-        needs = _NEEDS.get(type(instruction))
+        needs = _needs(instruction)
         for register in instruction.reads:
             if isinstance(instruction, Wait) and register in self.dead:
                 continue  # for a transfer can be waited when what it brought has left again
@@ -160,10 +158,15 @@ _NEEDS: dict[type, tuple[Tier, ...]] = {
     WaitGather: _ON_DEVICE,
     Free: _ON_DEVICE,
     Reduce: _ON_DEVICE,
-    Spill: _ON_DEVICE,
-    Write: ("host", "device"),  # on a CPU these are one
-    Fetch: ("host",),
     HostUpdate: ("host", "device"),
     DeviceUpdate: _ON_DEVICE,
 }
-"""The tiers on which instructions find what they read."""
+
+
+def _needs(instruction: Instruction) -> tuple[Tier, ...] | None:
+    """The tiers on which ``instruction`` finds what it reads; None where that may be anywhere."""
+    if isinstance(instruction, Move):
+        if instruction.source == "host" and instruction.target == "nvme":
+            return ("host", "device")  # on a CPU these are one
+        return (instruction.source,) if instruction.source != "nvme" else None
+    return _NEEDS.get(type(instruction))

@@ -6,27 +6,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zerograph.core.plan import Bucket, Plan
-from zerograph.core.program import (
+from zerograph.core.instructions import (
+    BeginUpdate,
     Compute,
     DeviceUpdate,
-    Fetch,
     Free,
     Gather,
     HostUpdate,
     Instruction,
     Move,
-    Program,
-    Read,
     Reduce,
-    Spill,
     Update,
     View,
     Wait,
     WaitFetch,
     WaitGather,
-    Write,
+    WaitReduce,
 )
+from zerograph.core.placement import updated_late
+from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.program import Program
 from zerograph.core.step import layer_of, layer_of_activation
 
 
@@ -116,9 +115,11 @@ def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
         # A parameter that every rank holds whole stays on the device, also in a bucket whose shards live elsewhere.
         if away and any(p.sharded for p in trained):
             wanted.update(_parts(bucket))
-        times, once = here[bucket.index], int(any(not away or not p.sharded for p in trained))
-        if times != once:
-            text = f"{bucket.name} is updated on the device {times} times, not {once}"
+        # The backward updates shards only: what every rank holds whole is left to the step.
+        kinds = {plan.updated_inside(bucket) and p.sharded for p in trained if not away or not p.sharded}
+        times = here[bucket.index]
+        if times != len(kinds):
+            text = f"{bucket.name} is updated on the device {times} times, not {len(kinds)}"
             yield Wrong("updates", text, module=bucket.name)
     for part in {**wanted, **done}:
         if wanted[part] != done[part]:
@@ -128,27 +129,51 @@ def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 
 
 def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
-    """Updates in a forward, of the step before: there where the plan has them, and gathers wait for them."""
-    forwards = [program for program in programs if program.kind == "forward"] if plan.overlap == "forward" else []
-    gathered = {each.bucket for *_, each in _each(forwards) if isinstance(each, Gather)}
+    """Updates beside a forward, of the step before, or beside a backward: they are where the plan has them, gathers
+    wait for them, and nothing works for what they have changed."""
+    forwards = [program for program in programs if program.kind == "forward"]
+    early = {bucket.index for bucket in plan.buckets if updated_late(plan, bucket)}
+    if plan.overlap == "forward":
+        early |= {each.bucket for *_, each in _each(forwards) if isinstance(each, Gather)}
+        for program in forwards:
+            yield from _unawaited(program)
+    inside = {bucket.index for bucket in plan.buckets if plan.updated_inside(bucket)}
+    updated = set[int]()  # by the backward
     for program, place, each in _each(programs):
-        beside = isinstance(each, HostUpdate | DeviceUpdate) and each.bucket in gathered
-        if isinstance(each, HostUpdate | DeviceUpdate) and beside != (program.kind == "forward"):
-            text = "is not beside the forward" if beside else "is beside the forward, and the plan has none there"
+        text = ""
+        match each:
+            case HostUpdate(bucket=bucket) | DeviceUpdate(bucket=bucket):
+                wanted = "forward" if bucket in early else "backward" if bucket in inside else "update"
+                text = f"is in the {program.kind}, and by the plan in the {wanted}" if program.kind != wanted else ""
+                updated |= {bucket} if program.kind == "backward" else set()
+            case Update(buckets=buckets) if program.kind == "backward":
+                updated.update(buckets)
+            case BeginUpdate(bucket=bucket):
+                updated.add(bucket)
+            case Gather() | Reduce() | WaitReduce() if program.kind == "backward" and each.bucket in updated:
+                text = "works for what is updated already"
+            case Move(what="parameters") if plan.overlap == "delayed" and program.kind != "update":
+                text = "changes a copy while programs compute with it"
+            case _:
+                pass
+        if text:
             yield Wrong.at("overlap", program, place, text)
-    for program in forwards:
-        ends, seen = dict[int, list[Instruction]](), set[Part]()
-        for place, each in enumerate(program.instructions):
-            match each:
-                case HostUpdate() | Write(what="states") | Fetch(what="parameters"):
-                    ends.setdefault(each.bucket, []).append(each)
-                case Gather() | Fetch(what="shard") | Read(what="shard") if (each.bucket, each.tile) not in seen:
-                    seen.add((each.bucket, each.tile))
-                    for end in ends.get(each.bucket, ()):
-                        if set(each.reads).isdisjoint(end.writes):
-                            yield Wrong.at("overlap", program, place, f"does not wait for {program.name(end)}")
-                case _:
-                    pass
+
+
+def _unawaited(forward: Program) -> Iterator[Wrong]:
+    """What brings parameters before their update beside the forward has ended."""
+    ends, seen = dict[int, list[Instruction]](), set[Part]()
+    for place, each in enumerate(forward.instructions):
+        match each:
+            case HostUpdate() | Move(what="states", rises=False) | Move(what="parameters"):
+                ends.setdefault(each.bucket, []).append(each)
+            case Gather() | Move(what="shard") if (each.bucket, each.tile) not in seen:
+                seen.add((each.bucket, each.tile))
+                for end in ends.get(each.bucket, ()):
+                    if set(each.reads).isdisjoint(end.writes):
+                        yield Wrong.at("overlap", forward, place, f"does not wait for {forward.name(end)}")
+            case _:
+                pass
 
 
 def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
@@ -156,6 +181,9 @@ def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     if any(program.given for program in programs):  # by the step before, which is like this one
         for _ in _read_elsewhere(programs, wanted, came):
             pass
+        last = {programs[-1].contents[register].name: trail for register, trail in came.items()}
+        for register in (register for program in programs for register in program.given):
+            came.setdefault(register, last.get(programs[-1].contents[register].name, Trail()))
     yield from _read_elsewhere(programs, wanted, came)
 
 
@@ -186,41 +214,40 @@ class _Wanted:
 
     def __init__(self, programs: Sequence[Program], plan: Plan) -> None:
         self.buckets, self.tier_of = plan.buckets, dict(plan.offload)
-        reads = (each for *_, each in _each(programs) if isinstance(each, Read))
-        self.read = {each.bucket for each in reads if each.what == "states"}
+        self.homes = list(map(plan.homes_of, plan.buckets))
+        moves = (each for *_, each in _each(programs) if isinstance(each, Move) and each.what == "states")
+        self.read = {each.bucket for each in moves if each.source == "nvme"}
 
     def of(self, program: Program, each: Instruction) -> Iterator[tuple[tuple[str, ...], str]]:
         """Operations, one of which has written something that ``each`` reads, and what they moved."""
-        if isinstance(each, Fetch | Read) and each.what == "activations" and each.label in self.tier_of:
-            away = self.tier_of[each.label] == "nvme"
-            yield ("read" if isinstance(each, Fetch) and away else "write" if away else "spill",), "activations"
+        if isinstance(each, Move) and each.what == "activations" and each.rises and each.label in self.tier_of:
+            on_disk = self.tier_of[each.label] == "nvme"
+            yield ("read" if each.source == "host" and on_disk else "write" if on_disk else "spill",), "activations"
         if not 0 <= (index := getattr(each, "bucket", -1)) < len(self.buckets):
             return
-        bucket = self.buckets[index]
-        homes = bucket.homes
+        bucket, homes = self.buckets[index], self.homes[index]
         match each:
             # A CPU has no host tier of its own: NVMe is read straight to where it is used.
             case Gather() if homes.parameters != "device":
                 yield ("fetch", "read"), "shard"
-            case Fetch(what="shard") if homes.parameters == "nvme":
+            case Move(what="shard", source="host") if homes.parameters == "nvme":
                 yield ("read",), "shard"
-            case Fetch(what="states"):
+            case Move(what="states", source="host", target="device"):
                 yield ("spill",), "gradient"
-            case Read(what="states") if homes.spilled == "nvme":
+            case Move(what="states", source="nvme") if homes.spilled == "nvme":
                 yield ("write",), "gradient"
             case DeviceUpdate():
                 yield ("fetch",), "states"
             case HostUpdate():
                 # Slots are on the host where that has another memory than the device.
                 staged = each.slot is not None and program.contents[each.slot].tier == "host"
-                yield from self._of_update(bucket, staged)
-            case Spill(what="states") | Write(what="states") | Fetch(what="parameters"):
+                yield from self._of_update(bucket, homes, staged)
+            case Move(what="states", rises=False) | Move(what="parameters"):
                 yield ("update",), "states"
             case _:
                 pass
 
-    def _of_update(self, bucket: Bucket, staged: bool) -> Iterator[tuple[tuple[str, ...], str]]:
-        homes = bucket.homes
+    def _of_update(self, bucket: Bucket, homes: Homes, staged: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         # On a CPU plain SGD of parameters that compute in their own dtype keeps nothing anywhere else.
         masters = any(p.trainable and p.is_master for p in bucket.params)
         if homes.spilled == "nvme" or (homes.optimizer == "nvme" and (staged or masters or bucket.index in self.read)):
@@ -248,7 +275,7 @@ def _use(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
                 begun[part] = program, place
             case WaitGather():
                 begun.pop((each.bucket, each.tile), None)
-            case Fetch(what="activations") | Read(what="activations"):
+            case Move(what="activations", rises=True):
                 if program.contents[each.writes[0]].tier == "device":
                     begun[each.writes[0]] = program, place
             case WaitFetch():
@@ -308,7 +335,7 @@ STEP_CHECKS: Mapping[str, tuple[str, Finder]] = {
     "arrivals": ("what is read has come from the tier where it lives", _arrivals),
     "reductions": ("gradients of every bucket are reduced once, tile by tile", _reductions),
     "updates": ("every shard is updated once, where its states live", _updates),
-    "overlap": ("what is updated beside a forward is gathered behind that", _beside),
+    "overlap": ("nothing works for parameters while or after they are updated beside a program", _beside),
     "layers": ("layers that are recomputed or offloaded exist", _layers),
     "tokens": ("what is divided over tokens runs in as many tiles", _tokens),
 }

@@ -8,13 +8,14 @@ from typing import NamedTuple, Protocol
 
 from zerograph.core.files.runfile import Measured
 from zerograph.core.instructions import (
+    BeginUpdate,
     Collective,
     Compute,
     Computing,
     Free,
     Gather,
     Instruction,
-    Move,
+    OffDevice,
     Timed,
     View,
     Wait,
@@ -49,7 +50,7 @@ class CostModel(Protocol):
 
 
 # Numbers and not classes: `walk` is where a search spends its time, on the same instructions over and over.
-COMPUTE, GATHER, REDUCE, MOVE, WAIT, FREE, VIEW = range(7)
+COMPUTE, GATHER, REDUCE, MOVE, WAIT, FREE, VIEW, MARK = range(8)
 
 
 class Fact(NamedTuple):
@@ -102,9 +103,11 @@ class Costs:
             role = COMPUTE
         elif isinstance(instruction, View):
             role = VIEW
+        elif isinstance(instruction, BeginUpdate):
+            role = MARK
         elif isinstance(instruction, Collective):
             role = GATHER if isinstance(instruction, Gather) else REDUCE
-        elif isinstance(instruction, Move):
+        elif isinstance(instruction, OffDevice):
             role = MOVE
         elif isinstance(instruction, Wait):
             role = WAIT
@@ -112,7 +115,7 @@ class Costs:
             seconds = self._seconds(instruction, program.segments)
         if isinstance(instruction, (Gather, WaitGather, Free)):
             key = (instruction.bucket, instruction.tile)
-        place = instruction.slot if isinstance(instruction, Move) else None
+        place = instruction.slot if isinstance(instruction, OffDevice) else None
         fact = Fact(
             instruction, role, instruction.stream or "compute", seconds, reads, writes,
             tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),

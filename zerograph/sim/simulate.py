@@ -29,7 +29,7 @@ from zerograph.core.program import Program
 from zerograph.core.timeline import Forecast
 from zerograph.sim.buffers import GatherBuffers
 from zerograph.sim.cells import Cells
-from zerograph.sim.costs import COMPUTE, FREE, GATHER, REDUCE, VIEW, WAIT, CostModel, Costs, Fact, Memory
+from zerograph.sim.costs import COMPUTE, FREE, GATHER, MARK, REDUCE, VIEW, WAIT, CostModel, Costs, Fact, Memory
 from zerograph.sim.forecast import forecast
 from zerograph.sim.tasks import LATE, Tasks
 
@@ -165,6 +165,8 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                         continue
                     for tier, size in gives:
                         events[tier].append((ends[last], 2 * last + 1, last, -size))
+                continue
+            if role == MARK:
                 continue
             if role == VIEW:
                 if reads[0] in ready:

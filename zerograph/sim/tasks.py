@@ -7,12 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zerograph.core.files.planfile import Holding
-from zerograph.core.instructions import (
-    Compute,
-    Computing,
-    Move,
-    Timed,
-)
+from zerograph.core.instructions import Compute, Computing, OffDevice, Timed
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.program import Program
 from zerograph.core.timeline import Span, Stream
@@ -112,7 +107,7 @@ class Tasks:
                 phase=program.kind,
                 bucket=-1 if isinstance(instruction, Computing) else instruction.bucket,
                 tile=0 if isinstance(instruction, Computing) else instruction.tile,
-                what=instruction.what if isinstance(instruction, Move) else "",
+                what=instruction.what if isinstance(instruction, OffDevice) else "",
                 label="" if segment is not None else program.label(instruction),
                 token_tiles=instruction.token_tiles if isinstance(instruction, Compute) else 1,
             )

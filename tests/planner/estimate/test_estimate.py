@@ -15,7 +15,7 @@ from planner.formulas import checkpoint_bytes, layer_bytes, layout_of, model_sta
 from quick import examples
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.instructions import Read, Reduce
+from zerograph.core.instructions import Move, Reduce
 from zerograph.core.machine import PRESETS, TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Homes, Offload
 from zerograph.planner.estimate.estimate import Question, Row, estimate_rows, fastest
@@ -361,9 +361,9 @@ def test_tiles_of_a_tied_embedding_leave_the_gradient_that_the_whole_leaves(tier
     left, reductions, back = [], [], []
     for tiles in (1, 4):
         programs = sketch(scheduler, with_tiles(plan, {embedding: tiles}))[:2]
-        own = [i for i in programs[1].instructions if isinstance(i, (Reduce, Read)) and i.bucket == embedding]
+        own = [i for i in programs[1].instructions if isinstance(i, Reduce | Move) and i.bucket == embedding]
         reductions.append(sum(isinstance(i, Reduce) for i in own))
-        back.append(sum(isinstance(i, Read) and i.what == "gradient" for i in own))
+        back.append(sum(isinstance(i, Move) and i.what == "gradient" and i.rises for i in own))
         events = walk(programs, scheduler.costs).events
         left.append({at: sum(size for *_, size in events[at]) for at in TIERS})
     assert reductions == [1, 2 * 4] and back == [0, 4 * (tier == "nvme")]

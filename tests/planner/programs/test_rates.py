@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from zerograph.core.instructions import Accumulate, Compute, Gather, Read, Reduce, Write
-from zerograph.core.machine import Link, machine_named
+from zerograph.core.instructions import Accumulate, Compute, Gather, Move, Reduce
+from zerograph.core.machine import Link, Tier, machine_named
 from zerograph.core.param_bytes import gathered_bytes, kept_states, reduced_bytes
 from zerograph.core.program import Segment
 from zerograph.core.step import Param
@@ -56,13 +56,16 @@ def test_states_that_an_update_reads_and_writes_share_the_disk() -> None:
     machine = replace(machine_named("cpu"), nvme_read=Link(4e9), nvme_write=Link(2e9), nvme_both=3e9, ranks_per_node=1)
     rates = Rates(machine, 1, "float32")
 
-    def seconds(kind: type[Read | Write], what: str) -> float:
-        return rates.seconds(kind(what, "", "", 12 * 10**9, (), ()), ())
+    def moving(source: Tier, target: Tier, what: str) -> Move:
+        return Move(source, target, what, "", "", 12 * 10**9, (), ())
 
-    assert (seconds(Read, "shard"), seconds(Write, "gradient")) == (3, 6)
-    assert (seconds(Read, "states"), seconds(Write, "states")) == (8, 8)
+    def seconds(source: Tier, target: Tier, what: str) -> float:
+        return rates.seconds(moving(source, target, what), ())
+
+    assert (seconds("nvme", "host", "shard"), seconds("host", "nvme", "gradient")) == (3, 6)
+    assert (seconds("nvme", "host", "states"), seconds("host", "nvme", "states")) == (8, 8)
     unmeasured = Rates(replace(machine, nvme_both=0.0), 1, "float32")
-    assert unmeasured.seconds(Read("states", "", "", 12 * 10**9, (), ()), ()) == 3
+    assert unmeasured.seconds(moving("nvme", "host", "states"), ()) == 3
 
 
 def test_a_cpu_copies_what_it_multiplies_into_blocks() -> None:

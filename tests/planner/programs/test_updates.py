@@ -1,8 +1,9 @@
-"""The optimizer's update as instructions, behind a backward and beside the next forward."""
+"""The optimizer's update as instructions: behind a backward, inside of it, and beside the next forward."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 from operator import attrgetter
 
 import pytest
@@ -94,13 +95,55 @@ def test_a_gather_that_waits_for_no_update_is_found(homes: Homes, tiles: int) ->
 
 
 def test_updates_stand_where_the_plan_has_them() -> None:
-    beside, behind = (plan_of(GRADIENTS, overlap) for overlap in ("forward", "none"))
-    for (scheduler, plan), (_, other), text in (
-        (beside, behind, "is beside the forward, and the plan has none there"),
-        (behind, beside, "is not beside the forward"),
-    ):
-        found = check_programs(settled(sketch(scheduler, plan)), other)
-        assert {each.check for each in found} == {"overlap"} and all(text in each.message for each in found)
+    places: dict[Overlap, str] = {"none": "update", "backward": "backward", "forward": "forward"}
+    for (own, here), (other, there) in permutations(places.items(), 2):
+        found = check_programs(settled(sketch(*plan_of(GRADIENTS, own))), plan_of(GRADIENTS, other)[1])
+        assert {each.check for each in found} == {"overlap"}
+        assert all(f"is in the {here}, and by the plan in the {there}" in each.message for each in found)
+
+
+@pytest.mark.parametrize("homes", [Homes(), HOST, GRADIENTS, NVME], ids=str)
+def test_a_backward_updates_each_bucket_when_it_has_done_with_it(homes: Homes) -> None:
+    """Gradients are then used up bucket by bucket, and none is written to NVMe."""
+    behind, inside = forecast(homes, "none"), forecast(homes, "backward")
+    own = [span for span in inside.spans if span.phase == "backward" and span.operation == "update"]
+    assert len(own) == LAYERS and not any(s.what == "gradient" and s.operation == "write" for s in inside.spans)
+    for update in own:
+        works = [s for s in inside.spans if s.bucket == update.bucket and s.operation in ("gather", "reduce")]
+        assert update.bucket >= 0 or homes == Homes()  # one instruction of the device may be of several
+        assert all(update.start >= span.end for span in works if span.phase == "backward")
+    assert inside.seconds <= behind.seconds * (0.95 if homes != Homes() else 1.000001)
+    assert all(inside.peaks[tier].bytes <= behind.peaks[tier].bytes for tier in inside.peaks)
+    scheduler, plan = plan_of(homes, "backward")
+    left = [h for h in forecast_sketch(scheduler, plan)[1] if h.kind == "gradient" and h.last == -1]
+    assert not left  # but what every rank holds whole, of which these layers have nothing
+    assert check_programs(settled(sketch(scheduler, plan)), plan) == []
+
+
+def test_few_gradients_wait_for_updates_on_nvme() -> None:
+    """They would be written else: a disk that is slower than the backward has it wait."""
+    scheduler, plan = plan_of(NVME, "backward")
+    _, holdings = forecast_sketch(scheduler, plan)
+    waiting = [h for h in holdings if h.kind == "gradient" and h.tier == "device" and h.name.startswith("gradient of")]
+    most = max(sum(h.first <= at.first <= h.last for h in waiting) for at in waiting)
+    assert len(waiting) == LAYERS > most
+
+
+@pytest.mark.parametrize("homes", [Homes(), GRADIENTS], ids=str)
+def test_work_for_what_is_updated_already_is_found(homes: Homes) -> None:
+    scheduler, plan = plan_of(homes, "backward")
+    forward, backward, update = settled(sketch(scheduler, plan))
+    first = next(at for at, each in enumerate(backward.instructions) if each.operation == "update")
+    moved = [*backward.instructions, *backward.instructions[:first]]
+    found = check_programs([forward, replace(backward, instructions=moved), update], plan)
+    assert "works for what is updated already" in "".join(each.message for each in found if each.check == "overlap")
+
+
+def test_micro_batches_leave_updates_to_the_step() -> None:
+    """Their gradients are added to those before."""
+    _, backward, update = sketch(*plan_of(GRADIENTS, "backward"), adds=True)
+    assert not any(each.operation == "update" for each in backward.instructions)
+    assert sum(each.operation == "update" for each in update.instructions) >= LAYERS
 
 
 def test_registers_that_are_given_are_there_once_and_read() -> None:
@@ -132,6 +175,44 @@ def test_states_on_the_device_hide_behind_nothing() -> None:
 
 
 def test_an_update_on_the_device_beside_a_forward_is_no_plan() -> None:
-    _, plan = plan_of(GRADIENTS, "forward")
-    assert list(replace(plan, update="device").mistakes())
+    for overlap in ("backward", "forward"):
+        _, plan = plan_of(GRADIENTS, overlap)
+        assert list(replace(plan, update="device").mistakes())
     assert list(replace(plan, overlap="sideways").mistakes()) == ["updates beside 'sideways'"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("homes", [HOST, Homes("device", "host", "host")], ids=str)
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_a_delayed_update_runs_beside_the_whole_next_step(homes: Homes, tiles: int) -> None:
+    """No gather waits for it, copies change behind the backward, and two sets of gradients are held."""
+    scheduler, plan = plan_of(homes, "delayed", tiles)
+    found, holdings = forecast_sketch(scheduler, plan)
+    assert check_programs(settled(sketch(scheduler, plan)), plan) == []
+    computes = [span for span in found.spans if span.stream == "compute" and span.phase != "update"]
+    assert len(updates(found)) == LAYERS * tiles and updates(found)[0].start == 0
+    follows = [span for span in found.spans if span.what == "parameters"]
+    assert len(follows) == LAYERS * tiles
+    assert min(span.start for span in follows) >= max(span.end for span in computes)
+    assert found.seconds < forecast(homes, "forward", tiles).seconds
+    gradients = [h for h in holdings if h.kind == "gradient" and h.tier == "host"]
+    old, new = (sum(h.bytes for h in gradients if at(h) == -1) for at in (FIRST, LAST))
+    assert old == new
+    states = sum(h.bytes for h in holdings if h.kind == "state" and h.tier == "host")
+    assert found.peaks["host"].bytes == states + 2 * old
+
+
+def test_a_copy_that_changes_while_programs_compute_with_it_is_found() -> None:
+    scheduler, plan = plan_of(HOST, "delayed")
+    forward, backward, update = settled(sketch(scheduler, plan))
+    moved = [each for each in update.instructions if getattr(each, "what", "") == "parameters"]
+    early = replace(backward, instructions=[*backward.instructions, *moved])
+    found = check_programs([forward, early, update], plan)
+    assert "changes a copy while programs compute with it" in "".join(each.message for each in found)
+
+
+def test_parameters_without_a_copy_are_updated_behind_the_backward() -> None:
+    """Those of which programs gather the values themselves; states on NVMe are refused."""
+    scheduler, plan = plan_of(GRADIENTS, "delayed")
+    *_, update = settled(sketch(scheduler, plan))
+    assert sum(each.operation == "update" and each.stream == "cpu_update" for each in update.instructions) == LAYERS
+    assert "delayed updates of states on NVMe" in list(plan_of(NVME, "delayed")[1].mistakes())

@@ -19,21 +19,19 @@ from zerograph.compiler.lowering.segment_graph import Body, body_of
 from zerograph.compiler.lowering.segments import Callee, SegmentCache, interpret
 from zerograph.core.instructions import (
     Accumulate,
+    BeginUpdate,
     Compute,
-    Fetch,
     Free,
     Gather,
     Instruction,
+    Move,
     Place,
-    Read,
     Reduce,
     Scale,
-    Spill,
     View,
     WaitFetch,
     WaitGather,
     WaitReduce,
-    Write,
 )
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
@@ -94,8 +92,8 @@ def keep_together(graph: fx.Graph) -> None:
             anchor.append(node)
 
 
-_Moving = Callable[[type[Read | Fetch | Write | Spill], tuple[int, ...], tuple[int, ...]], Instruction]
-"""Makes a move of a class, from the registers that it reads to those that it writes."""
+_Moving = Callable[[Tier, Tier, tuple[int, ...], tuple[int, ...]], Instruction]
+"""Makes a move from tier to tier, and from the registers that it reads to those that it writes."""
 
 
 class _Lowering:
@@ -143,7 +141,7 @@ class _Lowering:
             kind=self.kind,
             inputs=len(placeholders),
             registers=len(self.registers),
-            instructions=_with_deaths(_with_moves(self.instructions), outputs),
+            instructions=_with_deaths(_with_updates(_with_moves(self.instructions)), outputs),
             outputs=outputs,
             segments=tuple(self.described),
             contents=self._contents(),
@@ -294,9 +292,9 @@ class _Lowering:
     def _up(self, move: _Moving, home: Tier, reads: tuple[int, ...], out: int, staged: tuple[int, ...]) -> Instruction:
         """Bring to the device what lives at ``home``, by two moves where it is ``staged`` between them."""
         if staged:
-            self.instructions.append(move(Read, reads, staged))
-            return move(Fetch, staged, (out,))
-        return move(Read if home == "nvme" else Fetch, reads, (out,))
+            self.instructions.append(move("nvme", "host", reads, staged))
+            return move("host", "device", staged, (out,))
+        return move(home, "host" if home == "nvme" else "device", reads, (out,))
 
     def _down(
         self,
@@ -310,19 +308,20 @@ class _Lowering:
         """Take it from the device to ``home``, beside what of it is there (``into``)."""
         self.tiers |= dict.fromkeys(outs, home)
         if staged:
-            self.instructions.append(move(Spill, reads, staged))
-        return move(Write if home == "nvme" else Spill, (staged or reads) + into, outs)
+            self.instructions.append(move("device", "host", reads, staged))
+        return move("host" if home == "nvme" else "device", home, (staged or reads) + into, outs)
 
     def _move(self, what: str, node: fx.Node, size: int, home: Tier) -> _Moving:
         info = node.meta["zg"]
         name = self.plan.buckets[info.bucket].name
         label = name if info.tiles == 1 else f"{name} tile {info.tile + 1}/{info.tiles}"
         facts = {"bucket": info.bucket, "tile": info.tile, "params": info.params, "home": home}
-        return lambda kind, reads, outs: kind(what, label, name, size, reads, outs, **facts)
+        return lambda a, b, reads, outs: Move(a, b, what, label, name, size, reads, outs, **facts)
 
     def _move_saved(self, info: Saved) -> _Moving:
         module, size = layer_of_activation(info.label) or info.label, sum(info.bytes)
-        return lambda kind, reads, outs: kind("activations", info.label, module, size, reads, outs, home=info.tier)
+        what, home = "activations", info.tier
+        return lambda a, b, reads, outs: Move(a, b, what, info.label, module, size, reads, outs, home=home)
 
     def _describe_saved(self, info: Saved, tensors: Any, outs: tuple[int, ...]) -> None:
         """Registers ``outs`` hold what ``tensors`` do, on another tier."""
@@ -487,11 +486,11 @@ def _symbol_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:
 
 def _with_moves(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Note on gathers and reductions which of their shards and gradients move, and on moves which are the last."""
-    moves = [i for i in instructions if isinstance(i, Read | Fetch | Write | Spill)]
+    moves = [i for i in instructions if isinstance(i, Move)]
     fetched = {i.bucket for i in moves if i.what == "shard"}
     gradients = [i for i in moves if i.what == "gradient"]
     leaving = {i.bucket for i in gradients}
-    to_host = {p.name for i in gradients if isinstance(i, Spill) for p in i.params}
+    to_host = {p.name for i in gradients if i.target == "host" for p in i.params}
     last = {id(i) for i in {i.writes: i for i in gradients}.values()}
     params = {i.out: i.params for i in instructions if isinstance(i, Reduce)}
     found: list[Instruction] = []
@@ -504,13 +503,24 @@ def _with_moves(instructions: Sequence[Instruction]) -> list[Instruction]:
                 # Autograd gets all tiles of a gradient together, behind the last.
                 updatable = tuple(stay) if tiles == 1 else ()
                 each = dataclasses.replace(each, leaves=bucket in leaving, updatable=updatable)
-            case Spill(what="gradient", params=(first, *_)) | Write(what="gradient", params=(first, *_)):
+            case Move(what="gradient", params=(first, *_)):
                 each = dataclasses.replace(
                     each, complete=id(each) in last and not (each.staged and isinstance(first, ParamTile))
                 )
             case _:
                 pass
         found.append(each)
+    return found
+
+
+def _with_updates(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Let an update of each bucket that is reduced begin behind the last instruction that works for it."""
+    reduced = {i.bucket for i in instructions if isinstance(i, Reduce)}
+    last = {getattr(each, "bucket", -1): place for place, each in enumerate(instructions)}
+    begins = {last[bucket]: BeginUpdate(bucket) for bucket in reduced}
+    found: list[Instruction] = []
+    for place, each in enumerate(instructions):
+        found += [each, begins[place]] if place in begins else [each]
     return found
 
 

@@ -99,9 +99,13 @@ def _updated(step: Step, plan: Plan) -> Iterator[Reason]:
         done = f"{len(updates)} parameter" + ("" if len(updates) == 1 else "s") + " updated"
         if all(bucket.homes.optimizer == "device" for bucket in plan.buckets):
             done += f", {format_bytes(sum(op.moved for op in updates))} read and written"
+        if plan.overlap == "backward":
+            yield Reason("optimizer", f"{done} inside of the backward, by buckets", _ASKED)
+            return
         yield Reason("optimizer", done, "gradients may be clipped by their norm, so it waits for the whole backward")
-        if plan.overlap == "forward":
-            yield Reason("updates", "of what left the device run beside the next forward", _ASKED)
+        if plan.overlap != "none":
+            beside = "forward" if plan.overlap == "forward" else "step, which computes with copies from before"
+            yield Reason("updates", f"of what left the device run beside the next {beside}", _ASKED)
 
 
 def recomputed(plan: Plan) -> str:

@@ -6,7 +6,8 @@ import sys
 from bisect import bisect_right
 
 from zerograph.core.machine import TIERS
-from zerograph.sim.simulate import Memory, Tasks
+from zerograph.sim.costs import Memory
+from zerograph.sim.tasks import Tasks
 
 Moment = tuple[float, int, int]
 """A time, with the order of what happens then (:data:`~zerograph.sim.simulate.Event`)."""

@@ -19,7 +19,7 @@ from zerograph.core.plan import Homes, Plan, tile_rows
 from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
 from zerograph.planner.programs.rates import Rates
-from zerograph.sim.simulate import Memory
+from zerograph.sim.costs import Memory
 
 APART = Homes(gradients="nvme", optimizer="nvme")
 """Where all that can be updated off the device is, and what is gathered is on it."""

@@ -8,8 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zerograph.core.instructions import (
+    Compute,
+    Free,
+    Gather,
+    Reduce,
+    WaitGather,
+    WaitReduce,
+)
 from zerograph.core.param_bytes import copy_bytes
-from zerograph.core.program import Compute, Free, Gather, Program, Reduce, WaitGather, WaitReduce
+from zerograph.core.program import Program
 from zerograph.core.step import ITEM_SIZE, Param
 from zerograph.core.units import format_bytes
 

@@ -8,25 +8,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zerograph.core.machine import Machine, Tier
-from zerograph.core.param_bytes import update_bytes
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Accumulate,
     Compute,
     DeviceUpdate,
-    Fetch,
     Gather,
     HostUpdate,
+    Move,
     Place,
-    Read,
     Reduce,
     Scale,
-    Segment,
-    Spill,
     Timed,
     Update,
-    Write,
 )
+from zerograph.core.machine import Machine, Tier
+from zerograph.core.param_bytes import update_bytes
+from zerograph.core.program import Segment
 from zerograph.core.step import Param
 from zerograph.core.timeline import Stream
 
@@ -76,14 +73,10 @@ class Rates:
             case DeviceUpdate():
                 update = self.machine.update
                 return instruction.updated * update.latency + instruction.bytes / update.rate
-            case Spill():
-                return self.transfer("d2h", instruction.bytes)
-            case Fetch():
-                return self.transfer("h2d", instruction.bytes)
-            case Read():
-                return self.transfer("nvme_read", instruction.bytes, both=instruction.what == "states")
-            case Write():
-                return self.transfer("nvme_write", instruction.bytes, both=instruction.what == "states")
+            case Move(what=what, stream=stream):
+                # An update reads and writes states at the same time.
+                on_disk = "nvme" in (instruction.source, instruction.target)
+                return self.transfer(stream, instruction.bytes, both=on_disk and what == "states")
 
     def compute(self, flops: float, moved: float, packed: float = 0) -> float:
         """A compute task: its products, and the bytes that it reads and writes, ``packed`` of them of matrices that it

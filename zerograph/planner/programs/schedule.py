@@ -18,17 +18,21 @@ from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any
 
+from zerograph.core.instructions import (
+    Compute,
+    Update,
+)
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Homes, Plan
 from zerograph.core.prefetching import Visit, gathers_by_start, visits
-from zerograph.core.program import Compute, Register, Segment, Update
+from zerograph.core.program import Register, Segment
 from zerograph.core.segment_profile import SegmentProfile
 from zerograph.core.step import Kind, Param, Phase
 from zerograph.planner.profile.regions import Atom, Life, Profile
 from zerograph.planner.programs.placement import BucketPart, bucket_parts, ring_bytes, streamed
 from zerograph.planner.programs.rates import Rates, device_update
-from zerograph.sim.simulate import Costs, Memory
+from zerograph.sim.costs import Costs, Memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,6 +210,12 @@ class Scheduler:
             kept = kept_states(chain.from_iterable(self.buckets), world, self.moments)
             found = self.made[key] = device_update(self.buckets, host, world, kept)
         return found
+
+    def update_inside(self, bucket: int, gradient: int) -> Update:
+        """The update on the device of the shards of a bucket, whose ``gradient`` goes with it."""
+        world, shards = self.rates.world_size, [param for param in self.buckets[bucket] if param.sharded]
+        whole = device_update([shards], (), world, kept_states(shards, world, self.moments))
+        return Update((bucket,), whole.sizes, reads=(gradient,), dead=(gradient,))
 
     def alive(self, phase: str, layer: str, levels: tuple[int, ...]) -> list[Life]:
         """The lives held while ``layer`` computes, besides buckets, gradients and temporaries."""

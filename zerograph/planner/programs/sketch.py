@@ -6,8 +6,9 @@ layer that reads them, and begin to come back as many layers before the backward
 an oversized operator follow one another, at most one more of them whole than is gathered ahead.
 
 Gradients may be clipped by their norm, so no update (:mod:`~zerograph.planner.programs.updates`) begins before the
-whole backward has ended. Updates of states off the device follow it, or run beside the next forward, whose gathers wait
-for them: a sketch then begins with those of the step before.
+whole backward has ended, but by a plan that has them inside of it. Updates of states off the device follow it, or run
+beside the next forward, whose gathers wait for them, or beside the whole next step, which computes with copies from
+before: a sketch then begins with those of the step before.
 
 The search makes sketches by the thousand: instructions are made once for a
 :class:`~zerograph.planner.programs.schedule.Scheduler` and shared, and a sketch is a list of them.
@@ -21,29 +22,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from zerograph.core.machine import Tier
-from zerograph.core.plan import Homes, Plan
-from zerograph.core.program import (
+from zerograph.core.instructions import (
     Compute,
-    Fetch,
     Free,
     Gather,
     Instruction,
-    Program,
-    Read,
+    Move,
     Reduce,
-    Spill,
     WaitFetch,
     WaitGather,
     WaitReduce,
-    Write,
-    ends_whole,
-    stays_whole,
 )
-from zerograph.core.slots import SLOTS
+from zerograph.core.machine import Tier
+from zerograph.core.placement import updated_late
+from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.program import Program, ends_whole, stays_whole
+from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
-from zerograph.planner.programs.updates import slot_of, update_away, update_beside
+from zerograph.planner.programs.updates import slot_of, update_away, update_beside, update_late
 
 T = TypeVar("T")
 
@@ -73,7 +70,11 @@ class _Sketch:
     def __init__(self, scheduler: Scheduler, plan: Plan, leaving: int, adds: bool) -> None:
         self.scheduler, self.plan, self.rates = scheduler, plan, scheduler.rates
         self.most_leaving, self.leaving = leaving, deque[int]()  # registers that moves off the device fill
-        self.buckets = plan.buckets
+        self.buckets: Sequence[Bucket] = plan.buckets
+        self.inside: set[int] = set()  # buckets whose gradients the backward uses up; micro-batches leave them
+        if plan.overlap == "backward" and not adds:
+            self.buckets = [replace(bucket, homes=plan.homes_of(bucket)) for bucket in plan.buckets]
+            self.inside = {bucket.index for bucket in plan.buckets if plan.updated_inside(bucket)}
         self.made, self.registers = scheduler.made, scheduler.registers
         self.programs: list[Program] = []
         self.instructions: list[Instruction] = []
@@ -90,22 +91,28 @@ class _Sketch:
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
         # Buckets and tiles that have a reduced gradient, to which others are added.
         self.summed = {(i, tile) for i, tiles in enumerate(self.parts) for tile in range(len(tiles)) if adds}
-        self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the register of its gradient, away from here
         # Layer or activation -> region -> registers of what of it is away until then.
         self.waiting: dict[str, dict[int, list[int]]] = {}
         self.arriving: dict[int, list[WaitFetch]] = {}  # region -> waits for what it needs
         self.spills = 0  # through staging buffers, so far
         self.norm = -1  # the register that is ready when all gradients are
         self.late: deque[int] = deque()  # buckets that the forward is still to update, in the order of its gathers
-        self.updated: dict[int, tuple[int, ...]] = {}  # those that it has updated, with the registers of their ends
+        self.updated: dict[int, tuple[int, ...]] = {}  # buckets updated so far, with the registers of their ends
         self.updates = 0  # of states off the device, so far
+        self.followers: list[Instruction] = []  # let copies follow what was updated beside this step
+        self.earlier: tuple[int, ...] = ()  # registers of gradients by which it was,
+        self.later: tuple[int, ...] = ()  # and of those that this step makes in their places
         self.given: tuple[int, ...] = ()  # registers that the step before has filled
         for phase in scheduler.phases(plan):
             self.kind, self.instructions = phase.name, []
             if phase.name == "forward" and plan.overlap == "forward" and scheduler.profile.training:
                 self.late.extend(dict.fromkeys(visit.bucket for visit in phase.visits))
                 self._update_ahead()
+            elif phase.name == "forward" and plan.overlap == "delayed" and scheduler.profile.training:
+                self._update_delayed()
             self._phase(phase)
+            if phase.name == "backward" and self.inside:
+                self._update_inside()
             self._end()
         if scheduler.profile.training:
             self.kind, self.instructions = "update", []
@@ -273,10 +280,11 @@ class _Sketch:
         if len(self.under_way) == self.plan.reductions:
             self._wait_reduce()
         # A bucket whose gradients are whole on every rank has none that could leave.
-        leaves = self.buckets[bucket].homes.spilled != "device" and self.parts[bucket][tile].shards.gradient > 0
+        leaves = self._leaves(bucket) and self.parts[bucket][tile].shards.gradient > 0
         again = (bucket, tile) in self.summed  # a tied parameter's tiles: the head's gradient, then the embedding's
         self.summed.add((bucket, tile))
-        reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads, again and not leaves)
+        added = again and self.buckets[bucket].homes.spilled == "device"
+        reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads, added)
         self.under_way.append((reduce, leaves, again))
         self.instructions.append(reduce)
 
@@ -289,10 +297,21 @@ class _Sketch:
             self.norm = _norm(self.scheduler)
         if leaves:
             bucket, tile, tier = reduce.bucket, reduce.tile, self.buckets[reduce.bucket].homes.spilled
-            away = self._once(_away, bucket, tile, reduce.tiles, tier)
-            there, label = (away,) if again else (), self.parts[bucket][tile].label
-            self._down("gradient", label, bucket, tile, (reduce.out,), (away,), tier, there)
-            self.spilled[bucket, tile] = away
+            if tier != "device":
+                away = self._gradient(bucket, tile)
+                there, label = (away,) if again else (), self.parts[bucket][tile].label
+                self._down("gradient", label, bucket, tile, (reduce.out,), (away,), tier, there)
+
+    def _leaves(self, bucket: int) -> bool:
+        """Whether shards of the gradients of a bucket leave, or are used up, apart from what every rank holds whole."""
+        return self.buckets[bucket].homes.spilled != "device" or bucket in self.inside
+
+    def _gradient(self, bucket: int, tile: int) -> int:
+        """The register of the gradient by which a bucket or tile is updated."""
+        tiles, tier = self.buckets[bucket].tiles, self.buckets[bucket].homes.spilled
+        if tier != "device":
+            return self._once(_away, bucket, tile, tiles, tier)
+        return _reduced(self.scheduler, bucket, tile, tiles, self._leaves(bucket))
 
     def _offload_saved(self, region: int) -> None:
         """Move away what no later layer of the forward reads, of layers whose activations are offloaded."""
@@ -343,25 +362,72 @@ class _Sketch:
     def _update_late(self) -> None:
         """Begin the next of them."""
         bucket = self.late.popleft()
-        homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
-        for tile, part in enumerate(self.parts[bucket] if homes.optimizer != "device" else ()):
+        if self.buckets[bucket].homes.optimizer != "device":
+            self.given += self._update_beside(bucket)
+
+    def _update_beside(self, bucket: int) -> tuple[int, ...]:
+        """Begin the update of a bucket whose states are off the device; the gradients that go with it."""
+        homes, tiles, gradients = self.buckets[bucket].homes, self.buckets[bucket].tiles, list[int]()
+        for tile, part in enumerate(self.parts[bucket]):
             if part.shards.gradient:
-                if homes.spilled == "device":
-                    gradient = _reduced(self.scheduler, bucket, tile, tiles, False)
-                else:
-                    gradient = self._once(_away, bucket, tile, tiles, homes.spilled)
-                moves, ends = self._once(update_beside, bucket, tile, tiles, homes, self.updates, gradient)
+                gradients.append(self._gradient(bucket, tile))
+                moves, ends = self._once(update_beside, bucket, tile, tiles, homes, self.updates, gradients[-1])
                 self.instructions += moves
-                self.given += (gradient,)
                 self.updates += 1
                 self.updated[bucket] = self.updated.get(bucket, ()) + ends
+        return tuple(gradients)
+
+    def _update_delayed(self) -> None:
+        """Begin the updates of the step before that run beside this whole step."""
+        norm = _norm(self.scheduler)
+        for bucket in (b.index for b in self.plan.buckets if updated_late(self.plan, b)):
+            homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
+            for tile in range(tiles):
+                gradient = self._once(_earlier, bucket, tile, tiles)
+                update, behind = self._once(update_late, bucket, tile, tiles, homes, self.updates, gradient, norm)
+                self.instructions.append(update)
+                self.followers += behind
+                self.given += (gradient,)
+                self.later += (self._gradient(bucket, tile),)
+                self.updates += 1
+            self.updated[bucket] = ()
+        self.earlier = self.given
+
+    def _update_inside(self) -> None:
+        """Begin the update of each bucket behind the last instruction of the backward that works for it."""
+        last = {getattr(each, "bucket", -1): at for at, each in enumerate(self.instructions)}
+        ended = {last[bucket]: bucket for bucket in self.reduced if bucket in self.inside}
+        on_disk, backward = deque[int](), self.instructions
+        self.instructions = []
+        for at, each in enumerate(backward):
+            self.instructions.append(each)
+            if (bucket := ended.get(at, -1)) < 0:
+                continue
+            if self.buckets[bucket].homes.optimizer == "device":
+                if self.parts[bucket][0].shards.gradient:
+                    update = self._once(Scheduler.update_inside, bucket, self._gradient(bucket, 0))
+                    self.instructions.append(update)
+                    self.updated[bucket] = ()
+                continue
+            if self.plan.buckets[bucket].homes.spilled == "nvme":
+                # Gradients that would be written wait in memory, so that few updates may be under way.
+                if len(on_disk) > LEAVING:
+                    self.instructions.append(self._once(_wait_fetch, on_disk.popleft()))
+                self._update_beside(bucket)
+                on_disk.extend(self.updated.get(bucket, ())[-1:])
+            else:
+                self._update_beside(bucket)
 
     def _update(self) -> None:
         """The optimizer, when all gradients are there: what lives on the device beside the rest."""
         scheduler, buckets = self.scheduler, self.buckets
         host = [bucket for bucket in self._by_readiness() if buckets[bucket].homes.optimizer != "device"]
-        update = scheduler.update(host)
+        update = scheduler.update([*host, *self.updated])
         here = [update] if update.sizes or not host else []
+        if self.followers:
+            self.instructions += self.followers
+            # The optimizer has the gradients of the step before until all of this one's are there.
+            here = [replace(update, reads=(*self.earlier, *self.later), dead=self.earlier)]
         # On a CPU the same processor updates both, one after the other; what is read for the second is read then.
         if self.rates.staging == "device":
             self.instructions += here
@@ -369,11 +435,7 @@ class _Sketch:
             tiles = buckets[bucket].tiles
             for tile, part in enumerate(self.parts[bucket]):
                 if part.shards.gradient:
-                    arrived: tuple[int, ...] = ()
-                    if (bucket, tile) in self.spilled:
-                        arrived = (self.spilled[bucket, tile],)
-                    elif bucket in self.reduced:
-                        arrived = (_reduced(scheduler, bucket, tile, tiles, False),)
+                    arrived = (self._gradient(bucket, tile),) if bucket in self.reduced else ()
                     self.instructions += self._once(
                         update_away,
                         bucket,
@@ -427,6 +489,13 @@ def _away(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) 
     part = scheduler.bucket_parts(bucket, tiles)[tile]
     key, name = ("away", bucket, tile, tiles, tier), f"gradient of {part.label}"
     return scheduler.registers.get(key, name, part.shards.gradient, "gradient", tier)
+
+
+def _earlier(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
+    """The register of reduced gradients of the step before on the host, beside those that this step makes."""
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    key = ("earlier", bucket, tile, tiles)
+    return scheduler.registers.get(key, f"gradient of {part.label}", part.shards.gradient, "gradient", "host")
 
 
 def _norm(scheduler: Scheduler) -> int:
@@ -514,14 +583,14 @@ def _fetched(
 ) -> list[Instruction]:  # fmt: skip
     """Copy ``size`` bytes from ``tier`` into registers on the device."""
     if tier != "nvme":
-        return [Fetch(what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
+        return [Move("host", "device", what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
     if scheduler.rates.staging == "device":
-        return [Read(what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
+        return [Move("nvme", "host", what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
     kind: Kind = "activation" if what == "activations" else "param"
     staged = (scheduler.registers.get(("staged", writes), f"{what} of {label}", size, kind, "host"),)
     return [
-        Read(what, label, module, size, reads, staged, dead, bucket, tile, home=tier),
-        Fetch(what, label, module, size, staged, writes, staged, bucket, tile, home=tier),
+        Move("nvme", "host", what, label, module, size, reads, staged, dead, bucket, tile, home=tier),
+        Move("host", "device", what, label, module, size, staged, writes, staged, bucket, tile, home=tier),
     ]
 
 
@@ -536,16 +605,21 @@ def _down(
     module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
     kind, staged, moves = contents[away[0]].kind, here, list[Instruction]()
     if tier != "nvme":
-        return [Spill(what, label, module, size, here + there, away, here, bucket, tile, home=tier)]
+        return [Move("device", "host", what, label, module, size, here + there, away, here, bucket, tile, home=tier)]
     if scheduler.rates.staging != "device":
         staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
-        moves.append(Spill(what, label, module, size, here, staged, here, bucket, tile, slot, home=tier))
+        moves.append(
+            Move("device", "host", what, label, module, size, here, staged, here, bucket, tile, slot, home=tier)
+        )
     if there:
         # They are added up in the staging buffer, or where the reduced gradient is.
         back = (scheduler.registers.get(("added", away), f"earlier {what} of {label}", 0, kind),)
-        moves.append(Read(what, label, module, size, staged + there, back, (), bucket, tile, home=tier))
+        moves.append(Move("nvme", "host", what, label, module, size, staged + there, back, (), bucket, tile, home=tier))
         staged += back
-    return [*moves, Write(what, label, module, size, staged + there, away, staged, bucket, tile, slot, home=tier)]
+    return [
+        *moves,
+        Move("host", "nvme", what, label, module, size, staged + there, away, staged, bucket, tile, slot, home=tier),
+    ]
 
 
 def _reduce(

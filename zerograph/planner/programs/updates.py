@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from zerograph.core.instructions import DeviceUpdate, HostUpdate, Instruction, Move, OffDevice, WaitFetch
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.plan import Update as UpdatePlace
-from zerograph.core.program import DeviceUpdate, Fetch, HostUpdate, Instruction, Move, Program, Read, Spill, Write
+from zerograph.core.program import Program
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Kind
 from zerograph.planner.programs.placement import APART, BucketPart, bucket_parts
@@ -50,7 +51,7 @@ def update_away(
     number: int,
     arrived: tuple[int, ...],
     norm: int,
-) -> list[Move]:  # fmt: skip
+) -> list[OffDevice]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
     arguments are those of :func:`host_update`."""
     update = _update_through_device if where == "device" and homes.optimizer == "host" else host_update
@@ -59,9 +60,9 @@ def update_away(
 
 def update_beside(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int
-) -> tuple[list[Move], tuple[int, ...]]:
-    """:func:`host_update` beside a forward, by a gradient of the step before, which goes with it; and the registers of
-    its ends, behind which the parameters are gathered."""
+) -> tuple[list[OffDevice], tuple[int, ...]]:
+    """:func:`host_update` beside a backward, or beside a forward by a gradient of the step before: the gradient goes
+    with it. Also the registers of its ends, behind which the parameters are gathered."""
     made = host_update(scheduler, bucket, tile, tiles, homes, number, (gradient,), -1)
     reader = max(at for at, each in enumerate(made) if gradient in each.reads)
     made[reader] = replace(made[reader], dead=(*made[reader].dead, gradient))
@@ -74,10 +75,27 @@ def update_beside(
     return made, tuple(ends)
 
 
+def update_late(
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
+) -> tuple[HostUpdate, list[Instruction]]:
+    """The update on the host beside a whole step, by a gradient of the step before; and what waits for it behind that
+    step, whose end is ``norm``, and lets the copies follow."""
+    own = replace(homes, parameters="host")  # copies elsewhere wait for the end
+    (update,) = host_update(scheduler, bucket, tile, tiles, own, number, (gradient,), -1)
+    assert isinstance(update, HostUpdate)  # states on the host pass through nothing
+    label, module = update.label, update.module
+    end = scheduler.registers.get(("end", "late", bucket, tile, tiles), f"end of the update of {label}", 0, "param")
+    update, behind = replace(update, writes=(*update.writes, end)), list[Instruction]([WaitFetch(end)])
+    if homes.parameters == "device":
+        size = scheduler.bucket_parts(bucket, tiles)[tile].shards.at(homes).copies
+        behind.append(Move("host", "device", "parameters", label, module, size, (end, norm), (), (), bucket, tile))
+    return update, behind
+
+
 def _update_through_device(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
     norm: int,
-) -> list[Move]:  # fmt: skip
+) -> list[OffDevice]:  # fmt: skip
     """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
     part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     gradient, placed = part.shards.gradient, part.shards.at(homes)
@@ -92,22 +110,21 @@ def _update_through_device(
     gradients, kept = here("gradient", gradient, "gradient"), here("states", states, "state")
     copy = here("copy", placed.copies * beside, "param")
     start = (norm,) if norm >= 0 else ()
-    up, down = states + gradient, states + placed.copies * beside
-    what, label = "states", part.label
+    what, label, up, down = "states", part.label, states + gradient, states + placed.copies * beside
+    came = (*kept, *gradients)
     return [
-        Fetch(what, label, module, up, (*start, *arrived), (*kept, *gradients), (), bucket, tile, slot),
+        Move("host", "device", what, label, module, up, (*start, *arrived), came, (), bucket, tile, slot),
         DeviceUpdate(
-            what, label, module, placed.traffic, (*kept, *gradients), (*kept, *copy), gradients, bucket, tile, slot,
-            updated=part.updated, tiles=tiles,
+            label, module, placed.traffic, came, (*kept, *copy), gradients, bucket, tile, slot, part.updated, tiles
         ),
-        Spill(what, label, module, down, (*kept, *copy), (), (*kept, *copy), bucket, tile, slot),
+        Move("device", "host", what, label, module, down, (*kept, *copy), (), (*kept, *copy), bucket, tile, slot),
     ]  # fmt: skip
 
 
 def host_update(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
     norm: int,
-) -> list[Move]:  # fmt: skip
+) -> list[OffDevice]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device.
 
     Args:
@@ -129,26 +146,29 @@ def host_update(
         held = size if staging != "device" else 0
         return (scheduler.registers.get(key, name, held, kind, staging),) if size else ()
 
-    instructions: list[Move] = []
+    instructions: list[OffDevice] = []
     gradients = staged("gradient", gradient, "gradient") if copies else ()
     # Parameters without a copy are read and written like states, where they live on NVMe.
     shared = placed.shared if homes.parameters == "nvme" else 0
     states = staged("states", placed.optimizer + shared, "state") if homes.optimizer == "nvme" else ()
     if homes.spilled == "device" and copies:
         reads = (*start, *arrived)
-        instructions.append(Spill("gradient", part.label, module, gradient, reads, gradients, (), bucket, tile, slot))
+        instructions.append(
+            Move("device", "host", "gradient", part.label, module, gradient, reads, gradients, (), bucket, tile, slot)
+        )
     read = states + (gradients if homes.gradients == "nvme" else ())
     if read:
         size = (placed.optimizer + shared) * bool(states) + gradient * (homes.gradients == "nvme")
         reads = (*start, *(() if homes.gradients == "device" else arrived))
-        instructions.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
+        instructions.append(
+            Move("nvme", "host", "states", part.label, module, size, reads, read, (), bucket, tile, slot)
+        )
     # New parameters that live on the host are written straight there; for another tier they pass a buffer.
     passes = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
     copy = staged("copy", placed.copies, "param") if passes else ()
     inputs = (*start, *(() if copies else arrived), *gradients, *states)
     instructions.append(
         HostUpdate(
-            "states",
             part.label,
             module,
             placed.traffic,
@@ -165,9 +185,13 @@ def host_update(
     if states:
         writes = states + (copy if homes.parameters == "nvme" else ())
         size = placed.optimizer + shared + placed.copies * (homes.parameters == "nvme")
-        instructions.append(Write("states", part.label, module, size, writes, (), writes, bucket, tile, slot))
+        instructions.append(
+            Move("host", "nvme", "states", part.label, module, size, writes, (), writes, bucket, tile, slot)
+        )
     if homes.parameters == "device" and copy:
-        instructions.append(Fetch("parameters", part.label, module, placed.copies, copy, (), copy, bucket, tile, slot))
+        instructions.append(
+            Move("host", "device", "parameters", part.label, module, placed.copies, copy, (), copy, bucket, tile, slot)
+        )
     return instructions
 
 
@@ -183,7 +207,7 @@ def update_program(
     names, instructions = tuple(bucket.name for bucket in plan.buckets), list[Instruction]()
     registers, arrived = Registers(backward.contents if backward is not None else ()), dict[int, tuple[int, ...]]()
     for each in backward.instructions if backward is not None else ():
-        if isinstance(each, Spill | Write) and each.what == "gradient":
+        if isinstance(each, Move) and each.what == "gradient" and not each.rises:
             arrived[each.bucket] = each.writes
     away = list[int]()
     if streams is not None:

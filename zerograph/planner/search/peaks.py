@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zerograph.core.instructions import Compute, Fetch, Free, Gather, Read, Reduce, WaitGather
+from zerograph.core.instructions import Compute, Free, Gather, Move, Reduce, WaitGather
 from zerograph.core.plan import Plan
 from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.decisions import with_starts, with_tiles
@@ -70,7 +70,7 @@ class _Watch:
                     for register in instruction.outs:
                         if register in bucket_of:
                             gradients.setdefault(bucket_of[register], task)
-                case Read(what="shard") | Fetch(what="shard"):
+                case Move(what="shard"):
                     begun.setdefault((instruction.bucket, instruction.tile), task)
                 case Gather():
                     part = instruction.bucket, instruction.tile
