@@ -1,6 +1,6 @@
 """Schedules of plans, made before anything is partitioned or lowered, against forecasts of the programs that result.
 
-Tests ``planner/profile/regions.py`` and ``planner/programs/sketch.py``.
+Tests ``planner/profile/regions.py``, ``planner/programs/sketch.py`` and ``planner/programs/bucket_work.py``.
 """
 
 from __future__ import annotations

@@ -24,21 +24,16 @@ from typing import TypeVar
 
 from zerograph.core.instructions import (
     Compute,
-    Free,
-    Gather,
     Instruction,
-    Move,
     Reduce,
     WaitFetch,
-    WaitGather,
-    WaitReduce,
 )
 from zerograph.core.machine import Tier
 from zerograph.core.placement import updated_late
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.program import Program, ends_whole, stays_whole
 from zerograph.core.slots import LEAVING, SLOTS
-from zerograph.core.step import Kind, layer_of_activation
+from zerograph.planner.programs import bucket_work
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
 from zerograph.planner.programs.updates import slot_of, update_away, update_beside, update_late
 
@@ -160,8 +155,10 @@ class _Sketch:
                 bucket = phase.visits[visit].bucket
                 if bucket in self.fetched:
                     self.fetched.remove(bucket)
-                    instructions.append(self._once(_gather_fetched, bucket, self.buckets[bucket].homes))
-                instructions.append(self._once(_wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket)))
+                    instructions.append(self._once(bucket_work.gather_fetched, bucket, self.buckets[bucket].homes))
+                instructions.append(
+                    self._once(bucket_work.wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket))
+                )
             # Behind the frees and gathers of visits that begin here: the pass `reduce` uses the next cut, too.
             for bucket in ready:
                 self._reduce(bucket, 0, phase.gradients[bucket])
@@ -214,17 +211,19 @@ class _Sketch:
                     for ahead in range(brought[bucket], min(tiles, tile + self.ahead[bucket] + 1) if begins else 0):
                         self._bring(bucket, ahead)
                         brought[bucket] += 1
-                    instructions.append(self._once(_wait_gather, bucket, tile, tiles, None))
-                    read.append(self._once(_whole, bucket, tile, tiles, None))
+                    instructions.append(self._once(bucket_work.wait_gather, bucket, tile, tiles, None))
+                    read.append(self._once(bucket_work.whole_register, bucket, tile, tiles, None))
                     free += [(bucket, tile)] if ended else []
                 if bucket in piece.makes:
-                    makes += [self._once(_full, bucket, tile, tiles)] if begins else []
+                    makes += [self._once(bucket_work.full_gradient, bucket, tile, tiles)] if begins else []
                     ends += [(bucket, tile)] if ended else []
-            instructions.append(self._once(_slice, piece, whole, i, tuple(read), tuple(makes)))
+            instructions.append(self._once(bucket_work.slice_of, piece, whole, i, tuple(read), tuple(makes)))
             for bucket, tile in free:
-                instructions.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles, None, False))
+                instructions.append(self._once(bucket_work.free, bucket, tile, self.buckets[bucket].tiles, None, False))
             for bucket, tile in ends:
-                self._reduce(bucket, tile, (self._once(_full, bucket, tile, self.buckets[bucket].tiles),))
+                self._reduce(
+                    bucket, tile, (self._once(bucket_work.full_gradient, bucket, tile, self.buckets[bucket].tiles),)
+                )
 
     def _gather(self, bucket: int) -> None:
         if bucket not in self.whole:
@@ -233,7 +232,9 @@ class _Sketch:
                 self._update_late()
             if self._gathers_late(bucket):
                 self.fetched.add(bucket)
-                self.instructions += self._once(_fetch, bucket, self.buckets[bucket].homes, self._behind(bucket))
+                self.instructions += self._once(
+                    bucket_work.fetch, bucket, self.buckets[bucket].homes, self._behind(bucket)
+                )
             else:
                 self._bring(bucket, 0)
             if self.late:
@@ -248,7 +249,9 @@ class _Sketch:
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
         homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
-        self.instructions += self._once(_bring, bucket, tile, tiles, homes, self._own(bucket), self._behind(bucket))
+        self.instructions += self._once(
+            bucket_work.bring, bucket, tile, tiles, homes, self._own(bucket), self._behind(bucket)
+        )
 
     def _behind(self, bucket: int) -> tuple[int, ...]:
         """The ends of the update that a gather of a bucket waits for: of all its tiles, as the runtime does."""
@@ -271,7 +274,7 @@ class _Sketch:
             if not stays_whole(self.buckets[bucket].residency, phase.name):
                 self.whole.remove(bucket)
                 ends = ends_whole(self.buckets[bucket].residency, phase.name)
-                self.instructions.append(self._once(_free, bucket, 0, 1, self._own(bucket), ends))
+                self.instructions.append(self._once(bucket_work.free, bucket, 0, 1, self._own(bucket), ends))
 
     def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
         """Start a reduction, for which the compute waits when a later one starts."""
@@ -284,7 +287,7 @@ class _Sketch:
         again = (bucket, tile) in self.summed  # a tied parameter's tiles: the head's gradient, then the embedding's
         self.summed.add((bucket, tile))
         added = again and self.buckets[bucket].homes.spilled == "device"
-        reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads, added)
+        reduce = self._once(bucket_work.reduce, bucket, tile, tiles, leaves, grads, added)
         self.under_way.append((reduce, leaves, again))
         self.instructions.append(reduce)
 
@@ -292,9 +295,9 @@ class _Sketch:
         """The next compute waits for the oldest reduction, whose gradient goes home; with the ``last`` one all
         gradients are there."""
         reduce, leaves, again = self.under_way.pop(0)
-        self.instructions.append(self._once(_wait_reduce, reduce, leaves and not again, last))
+        self.instructions.append(self._once(bucket_work.wait_reduce, reduce, leaves and not again, last))
         if last:
-            self.norm = _norm(self.scheduler)
+            self.norm = bucket_work.norm_register(self.scheduler)
         if leaves:
             bucket, tile, tier = reduce.bucket, reduce.tile, self.buckets[reduce.bucket].homes.spilled
             if tier != "device":
@@ -310,8 +313,8 @@ class _Sketch:
         """The register of the gradient by which a bucket or tile is updated."""
         tiles, tier = self.buckets[bucket].tiles, self.buckets[bucket].homes.spilled
         if tier != "device":
-            return self._once(_away, bucket, tile, tiles, tier)
-        return _reduced(self.scheduler, bucket, tile, tiles, self._leaves(bucket))
+            return self._once(bucket_work.gradient_away, bucket, tile, tiles, tier)
+        return bucket_work.reduced_gradient(self.scheduler, bucket, tile, tiles, self._leaves(bucket))
 
     def _offload_saved(self, region: int) -> None:
         """Move away what no later layer of the forward reads, of layers whose activations are offloaded."""
@@ -334,8 +337,10 @@ class _Sketch:
             for what, back in self.saved.comes.get(region, {}).items() if region not in self.arriving else ():
                 there = tuple(register for registers in self.waiting[what].values() for register in registers)
                 own = tuple(self.waiting[what].pop(region))
-                self.instructions += self._once(_up, what, there, own, tuple(back), self.tier_of[what])
-                self.arriving.setdefault(region, []).append(self._once(_wait_fetch, back[0]))
+                self.instructions += self._once(
+                    bucket_work.activations_up, what, there, own, tuple(back), self.tier_of[what]
+                )
+                self.arriving.setdefault(region, []).append(self._once(bucket_work.wait_fetch, back[0]))
 
     def _down(
         self, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...], tier: Tier,
@@ -346,10 +351,12 @@ class _Sketch:
         if tier == "nvme" and self.rates.staging == "host":
             slot = slot_of(self.scheduler, "spill", self.spills)
             self.spills += 1
-        self.instructions += self._once(_down, what, label, bucket, tile, here, away, tier, slot, there)
+        self.instructions += self._once(
+            bucket_work.moves_down, what, label, bucket, tile, here, away, tier, slot, there
+        )
         self.leaving.append(away[0])
         if len(self.leaving) > self.most_leaving:
-            self.instructions.append(self._once(_wait_fetch, self.leaving.popleft()))
+            self.instructions.append(self._once(bucket_work.wait_fetch, self.leaving.popleft()))
 
     def _update_ahead(self) -> None:
         """Begin the updates of the step before: all at once, but for those whose parameters the disk then reads again,
@@ -379,11 +386,11 @@ class _Sketch:
 
     def _update_delayed(self) -> None:
         """Begin the updates of the step before that run beside this whole step."""
-        norm = _norm(self.scheduler)
+        norm = bucket_work.norm_register(self.scheduler)
         for bucket in (b.index for b in self.plan.buckets if updated_late(self.plan, b)):
             homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
             for tile in range(tiles):
-                gradient = self._once(_earlier, bucket, tile, tiles)
+                gradient = self._once(bucket_work.earlier_gradient, bucket, tile, tiles)
                 update, behind = self._once(update_late, bucket, tile, tiles, homes, self.updates, gradient, norm)
                 self.instructions.append(update)
                 self.followers += behind
@@ -412,7 +419,7 @@ class _Sketch:
             if self.plan.buckets[bucket].homes.spilled == "nvme":
                 # Gradients that would be written wait in memory, so that few updates may be under way.
                 if len(on_disk) > LEAVING:
-                    self.instructions.append(self._once(_wait_fetch, on_disk.popleft()))
+                    self.instructions.append(self._once(bucket_work.wait_fetch, on_disk.popleft()))
                 self._update_beside(bucket)
                 on_disk.extend(self.updated.get(bucket, ())[-1:])
             else:
@@ -454,189 +461,3 @@ class _Sketch:
     def _by_readiness(self) -> list[int]:
         """All buckets, those whose gradients were reduced first before the others."""
         return list(dict.fromkeys((*self.reduced, *range(len(self.buckets)))))
-
-
-# Instructions and registers, made once for a scheduler from what tells them apart.
-
-
-def _whole(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> int:
-    """The register of a gathered bucket or tile; where it has its ``own`` homes, this rank's slice is held anyway."""
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
-    size = part.whole
-    if own is not None:
-        placed = part.shards.at(own)
-        size -= placed.in_place if scheduler.rates.world_size == 1 else placed.copies
-    return scheduler.registers.get(("whole", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
-
-
-def _full(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
-    """The register of the full gradient of a tile."""
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
-    name = f"full gradient of {part.label}"
-    return scheduler.registers.get(("tile", bucket, tile, tiles), name, part.gradients, "gradient", bucket=bucket)
-
-
-def _reduced(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool) -> int:
-    """The register of this rank's shards of reduced gradients; of some that ``leaves``, those that leave the device."""
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
-    size = part.shards.gradient if leaves else part.reduced
-    key = ("reduced", bucket, tile, tiles, leaves)
-    return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient")
-
-
-def _away(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) -> int:
-    """The register of reduced gradients that have left the device for ``tier``."""
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
-    key, name = ("away", bucket, tile, tiles, tier), f"gradient of {part.label}"
-    return scheduler.registers.get(key, name, part.shards.gradient, "gradient", tier)
-
-
-def _earlier(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
-    """The register of reduced gradients of the step before on the host, beside those that this step makes."""
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
-    key = ("earlier", bucket, tile, tiles)
-    return scheduler.registers.get(key, f"gradient of {part.label}", part.shards.gradient, "gradient", "host")
-
-
-def _norm(scheduler: Scheduler) -> int:
-    return scheduler.registers.get("norm", "norm of the gradients", 0, "temporary")
-
-
-def _wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> WaitGather:
-    return WaitGather(_whole(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
-
-
-def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None, ends: bool) -> Free:
-    whole = (_whole(scheduler, bucket, tile, tiles, own),)
-    return Free(bucket, whole, whole, False, tile, tiles, ends)
-
-
-def _wait_fetch(scheduler: Scheduler, register: int) -> WaitFetch:
-    return WaitFetch(register)
-
-
-def _slice(
-    scheduler: Scheduler, piece: Piece, whole: Compute, number: int, read: tuple[int, ...], makes: tuple[int, ...]
-) -> Compute:
-    """One slice of a piece, which holds what the piece holds from the first to the last of them."""
-    name = f"work of {scheduler.profile.regions[piece.region].phase} {piece.compute.module or 'outside of layers'}"
-    key = ("work", piece.region, piece.temporary)
-    work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
-    outs = (*whole.outs, *work, *makes) if number == 0 else makes
-    dead = (*whole.dead, *work) if number == piece.slices - 1 else ()
-    return scheduler.compute(whole.segment, outs, dead, whole.module, whole.source, read, whole.token_tiles)
-
-
-def _bring(
-    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, own: Homes | None,
-    behind: tuple[int, ...],
-) -> list[Instruction]:  # fmt: skip
-    """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it, ``behind`` these
-    registers."""
-    part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
-    whole = _whole(scheduler, bucket, tile, tiles, own)
-    home = homes.parameters
-    size = part.shards.at(homes).fetched if home != "device" else 0
-    if not size:
-        return [Gather(bucket, (), behind, whole, (), part.whole, tile, tiles)]
-    fetched = _fetched(scheduler, "shard", part.label, name, size, behind, (), (whole,), home, bucket, tile)
-    return [*fetched, Gather(bucket, (), (whole,), whole, (), part.whole, tile, tiles)]
-
-
-def _fetch(scheduler: Scheduler, bucket: int, homes: Homes, behind: tuple[int, ...]) -> list[Instruction]:
-    """Fetch the shards of a bucket on a CPU, ``behind`` these registers; a lone rank's are the whole."""
-    part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
-    size, shards = part.shards.at(homes).fetched, (_shards(scheduler, bucket, homes),)
-    return _fetched(scheduler, "shard", part.label, name, size, behind, (), shards, homes.parameters, bucket, 0)
-
-
-def _gather_fetched(scheduler: Scheduler, bucket: int, homes: Homes) -> Instruction:
-    part, shards, whole = (
-        scheduler.bucket_parts(bucket, 1)[0],
-        _shards(scheduler, bucket, homes),
-        _whole(scheduler, bucket, 0, 1, None),
-    )
-    return Gather(bucket, (), (shards,), whole, () if shards == whole else (shards,), part.whole)
-
-
-def _shards(scheduler: Scheduler, bucket: int, homes: Homes) -> int:
-    """The register of the fetched shards of a bucket."""
-    if scheduler.rates.world_size == 1:
-        return _whole(scheduler, bucket, 0, 1, None)
-    part = scheduler.bucket_parts(bucket, 1)[0]
-    size = part.shards.at(homes).fetched
-    return scheduler.registers.get(("shards", bucket, size), f"shards of {part.label}", size, "param", bucket=bucket)
-
-
-def _up(
-    scheduler: Scheduler, what: str, there: tuple[int, ...], own: tuple[int, ...], back: tuple[int, ...], tier: Tier
-) -> list[Instruction]:
-    """Bring activations back into their registers."""
-    size = sum(scheduler.registers.contents[register].bytes for register in back)
-    module = layer_of_activation(what) or what
-    return _fetched(scheduler, "activations", what, module, size, there, own, back, tier, -1, 0)
-
-
-def _fetched(
-    scheduler: Scheduler, what: str, label: str, module: str, size: int, reads: tuple[int, ...], dead: tuple[int, ...],
-    writes: tuple[int, ...], tier: Tier, bucket: int, tile: int,
-) -> list[Instruction]:  # fmt: skip
-    """Copy ``size`` bytes from ``tier`` into registers on the device."""
-    if tier != "nvme":
-        return [Move("host", "device", what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
-    if scheduler.rates.staging == "device":
-        return [Move("nvme", "host", what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
-    kind: Kind = "activation" if what == "activations" else "param"
-    staged = (scheduler.registers.get(("staged", writes), f"{what} of {label}", size, kind, "host"),)
-    return [
-        Move("nvme", "host", what, label, module, size, reads, staged, dead, bucket, tile, home=tier),
-        Move("host", "device", what, label, module, size, staged, writes, staged, bucket, tile, home=tier),
-    ]
-
-
-def _down(
-    scheduler: Scheduler, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...],
-    tier: Tier, slot: int, there: tuple[int, ...],
-) -> list[Instruction]:  # fmt: skip
-    """Move registers on the device to ``away`` on ``tier``; of these, those ``there`` hold something that it is added
-    to, which NVMe is read for."""
-    contents = scheduler.registers.contents
-    size = sum(contents[register].bytes for register in here)
-    module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
-    kind, staged, moves = contents[away[0]].kind, here, list[Instruction]()
-    if tier != "nvme":
-        return [Move("device", "host", what, label, module, size, here + there, away, here, bucket, tile, home=tier)]
-    if scheduler.rates.staging != "device":
-        staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
-        moves.append(
-            Move("device", "host", what, label, module, size, here, staged, here, bucket, tile, slot, home=tier)
-        )
-    if there:
-        # They are added up in the staging buffer, or where the reduced gradient is.
-        back = (scheduler.registers.get(("added", away), f"earlier {what} of {label}", 0, kind),)
-        moves.append(Move("nvme", "host", what, label, module, size, staged + there, back, (), bucket, tile, home=tier))
-        staged += back
-    return [
-        *moves,
-        Move("host", "nvme", what, label, module, size, staged + there, away, staged, bucket, tile, slot, home=tier),
-    ]
-
-
-def _reduce(
-    scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool, grads: tuple[int, ...], again: bool
-) -> Reduce:
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
-    out = _reduced(scheduler, bucket, tile, tiles, leaves)
-    reads = (*grads, out) if again else grads  # it is added to what is there
-    return Reduce(bucket, (), reads, out, grads, part.summed, tile, tiles)
-
-
-def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool) -> WaitReduce:
-    outs: tuple[int, ...] = (_norm(scheduler),) if last else ()
-    if leaves:
-        part = scheduler.bucket_parts(reduce.bucket, reduce.tiles)[reduce.tile]
-        key = ("stays", reduce.bucket, reduce.tile, reduce.tiles)
-        # What is not sharded stays on the device.
-        size = part.reduced - part.shards.gradient
-        outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
-    return WaitReduce(reduce.out, outs, bucket=reduce.bucket, tile=reduce.tile, tiles=reduce.tiles)

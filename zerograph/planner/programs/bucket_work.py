@@ -1,0 +1,203 @@
+"""Instructions and registers of one bucket or tile, and of saved activations, in sketches. Each is made once for a
+scheduler, from what tells it apart."""
+
+from __future__ import annotations
+
+from zerograph.core.instructions import (
+    Compute,
+    Free,
+    Gather,
+    Instruction,
+    Move,
+    Reduce,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+)
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Homes
+from zerograph.core.step import Kind, layer_of_activation
+from zerograph.planner.programs.schedule import Piece, Scheduler
+
+
+def whole_register(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> int:
+    """The register of a gathered bucket or tile; where it has its ``own`` homes, this rank's slice is held anyway."""
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    size = part.whole
+    if own is not None:
+        placed = part.shards.at(own)
+        size -= placed.in_place if scheduler.rates.world_size == 1 else placed.copies
+    return scheduler.registers.get(("whole", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
+
+
+def full_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
+    """The register of the full gradient of a tile."""
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    name = f"full gradient of {part.label}"
+    return scheduler.registers.get(("tile", bucket, tile, tiles), name, part.gradients, "gradient", bucket=bucket)
+
+
+def reduced_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool) -> int:
+    """The register of this rank's shards of reduced gradients; of some that ``leaves``, those that leave the device."""
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    size = part.shards.gradient if leaves else part.reduced
+    key = ("reduced", bucket, tile, tiles, leaves)
+    return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient")
+
+
+def gradient_away(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) -> int:
+    """The register of reduced gradients that have left the device for ``tier``."""
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    key, name = ("away", bucket, tile, tiles, tier), f"gradient of {part.label}"
+    return scheduler.registers.get(key, name, part.shards.gradient, "gradient", tier)
+
+
+def earlier_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
+    """The register of reduced gradients of the step before on the host, beside those that this step makes."""
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    key = ("earlier", bucket, tile, tiles)
+    return scheduler.registers.get(key, f"gradient of {part.label}", part.shards.gradient, "gradient", "host")
+
+
+def norm_register(scheduler: Scheduler) -> int:
+    return scheduler.registers.get("norm", "norm of the gradients", 0, "temporary")
+
+
+def wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> WaitGather:
+    return WaitGather(whole_register(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
+
+
+def free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None, ends: bool) -> Free:
+    whole = (whole_register(scheduler, bucket, tile, tiles, own),)
+    return Free(bucket, whole, whole, False, tile, tiles, ends)
+
+
+def wait_fetch(scheduler: Scheduler, register: int) -> WaitFetch:
+    return WaitFetch(register)
+
+
+def slice_of(
+    scheduler: Scheduler, piece: Piece, whole: Compute, number: int, read: tuple[int, ...], makes: tuple[int, ...]
+) -> Compute:
+    """One slice of a piece, which holds what the piece holds from the first to the last of them."""
+    name = f"work of {scheduler.profile.regions[piece.region].phase} {piece.compute.module or 'outside of layers'}"
+    key = ("work", piece.region, piece.temporary)
+    work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
+    outs = (*whole.outs, *work, *makes) if number == 0 else makes
+    dead = (*whole.dead, *work) if number == piece.slices - 1 else ()
+    return scheduler.compute(whole.segment, outs, dead, whole.module, whole.source, read, whole.token_tiles)
+
+
+def bring(
+    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, own: Homes | None,
+    behind: tuple[int, ...],
+) -> list[Instruction]:  # fmt: skip
+    """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it, ``behind`` these
+    registers."""
+    part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
+    whole = whole_register(scheduler, bucket, tile, tiles, own)
+    home = homes.parameters
+    size = part.shards.at(homes).fetched if home != "device" else 0
+    if not size:
+        return [Gather(bucket, (), behind, whole, (), part.whole, tile, tiles)]
+    fetched = moves_up(scheduler, "shard", part.label, name, size, behind, (), (whole,), home, bucket, tile)
+    return [*fetched, Gather(bucket, (), (whole,), whole, (), part.whole, tile, tiles)]
+
+
+def fetch(scheduler: Scheduler, bucket: int, homes: Homes, behind: tuple[int, ...]) -> list[Instruction]:
+    """Fetch the shards of a bucket on a CPU, ``behind`` these registers; a lone rank's are the whole."""
+    part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
+    size, shards = part.shards.at(homes).fetched, (fetched_shards(scheduler, bucket, homes),)
+    return moves_up(scheduler, "shard", part.label, name, size, behind, (), shards, homes.parameters, bucket, 0)
+
+
+def gather_fetched(scheduler: Scheduler, bucket: int, homes: Homes) -> Instruction:
+    part, shards, whole = (
+        scheduler.bucket_parts(bucket, 1)[0],
+        fetched_shards(scheduler, bucket, homes),
+        whole_register(scheduler, bucket, 0, 1, None),
+    )
+    return Gather(bucket, (), (shards,), whole, () if shards == whole else (shards,), part.whole)
+
+
+def fetched_shards(scheduler: Scheduler, bucket: int, homes: Homes) -> int:
+    """The register of the fetched shards of a bucket."""
+    if scheduler.rates.world_size == 1:
+        return whole_register(scheduler, bucket, 0, 1, None)
+    part = scheduler.bucket_parts(bucket, 1)[0]
+    size = part.shards.at(homes).fetched
+    return scheduler.registers.get(("shards", bucket, size), f"shards of {part.label}", size, "param", bucket=bucket)
+
+
+def activations_up(
+    scheduler: Scheduler, what: str, there: tuple[int, ...], own: tuple[int, ...], back: tuple[int, ...], tier: Tier
+) -> list[Instruction]:
+    """Bring activations back into their registers."""
+    size = sum(scheduler.registers.contents[register].bytes for register in back)
+    module = layer_of_activation(what) or what
+    return moves_up(scheduler, "activations", what, module, size, there, own, back, tier, -1, 0)
+
+
+def moves_up(
+    scheduler: Scheduler, what: str, label: str, module: str, size: int, reads: tuple[int, ...], dead: tuple[int, ...],
+    writes: tuple[int, ...], tier: Tier, bucket: int, tile: int,
+) -> list[Instruction]:  # fmt: skip
+    """Copy ``size`` bytes from ``tier`` into registers on the device."""
+    if tier != "nvme":
+        return [Move("host", "device", what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
+    if scheduler.rates.staging == "device":
+        return [Move("nvme", "host", what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
+    kind: Kind = "activation" if what == "activations" else "param"
+    staged = (scheduler.registers.get(("staged", writes), f"{what} of {label}", size, kind, "host"),)
+    return [
+        Move("nvme", "host", what, label, module, size, reads, staged, dead, bucket, tile, home=tier),
+        Move("host", "device", what, label, module, size, staged, writes, staged, bucket, tile, home=tier),
+    ]
+
+
+def moves_down(
+    scheduler: Scheduler, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...],
+    tier: Tier, slot: int, there: tuple[int, ...],
+) -> list[Instruction]:  # fmt: skip
+    """Move registers on the device to ``away`` on ``tier``; of these, those ``there`` hold something that it is added
+    to, which NVMe is read for."""
+    contents = scheduler.registers.contents
+    size = sum(contents[register].bytes for register in here)
+    module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
+    kind, staged, moves = contents[away[0]].kind, here, list[Instruction]()
+    if tier != "nvme":
+        return [Move("device", "host", what, label, module, size, here + there, away, here, bucket, tile, home=tier)]
+    if scheduler.rates.staging != "device":
+        staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
+        moves.append(
+            Move("device", "host", what, label, module, size, here, staged, here, bucket, tile, slot, home=tier)
+        )
+    if there:
+        # They are added up in the staging buffer, or where the reduced gradient is.
+        back = (scheduler.registers.get(("added", away), f"earlier {what} of {label}", 0, kind),)
+        moves.append(Move("nvme", "host", what, label, module, size, staged + there, back, (), bucket, tile, home=tier))
+        staged += back
+    return [
+        *moves,
+        Move("host", "nvme", what, label, module, size, staged + there, away, staged, bucket, tile, slot, home=tier),
+    ]
+
+
+def reduce(
+    scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool, grads: tuple[int, ...], again: bool
+) -> Reduce:
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    out = reduced_gradient(scheduler, bucket, tile, tiles, leaves)
+    reads = (*grads, out) if again else grads  # it is added to what is there
+    return Reduce(bucket, (), reads, out, grads, part.summed, tile, tiles)
+
+
+def wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool) -> WaitReduce:
+    outs: tuple[int, ...] = (norm_register(scheduler),) if last else ()
+    if leaves:
+        part = scheduler.bucket_parts(reduce.bucket, reduce.tiles)[reduce.tile]
+        key = ("stays", reduce.bucket, reduce.tile, reduce.tiles)
+        # What is not sharded stays on the device.
+        size = part.reduced - part.shards.gradient
+        outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
+    return WaitReduce(reduce.out, outs, bucket=reduce.bucket, tile=reduce.tile, tiles=reduce.tiles)
