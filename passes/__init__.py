@@ -1,7 +1,8 @@
 """The passes, as one list. Each carries out a part of the plan on FX graphs and decides nothing.
 
 A pass takes what its stage names, and the plan (what reads none takes it all the same). It edits in place, may expect
-a valid graph and leaves a valid graph, and returns one number: how much it did. ``compiler/driver.py`` runs the list.
+a valid graph and leaves a valid graph, and returns one number: how much it did. ``compiler/driver.py`` runs the list,
+and ``compiler/pipeline.py`` has it among all rewrites of a graph.
 """
 
 from __future__ import annotations
@@ -82,29 +83,3 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("backward", verify_reduced),
 )
 """All passes, in the order in which they run."""
-
-__all__ = [
-    "PIPELINE",
-    "Kind",
-    "Pass",
-    "Stage",
-    "canonicalize",
-    "differentiate_loss",
-    "fetch",
-    "gather",
-    "hoist",
-    "localize",
-    "name_activations",
-    "offload",
-    "order_saved",
-    "prefetch",
-    "recompute",
-    "reduce",
-    "spill",
-    "tile",
-    "tile_loss",
-    "tile_mlp",
-    "tile_tokens",
-    "verify",
-    "verify_reduced",
-]
