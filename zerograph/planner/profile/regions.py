@@ -175,13 +175,20 @@ def _spans(graph: Graph) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """For each memory that is read in another region than the one that makes it, the last such region of its phase.
+    """The facts that all regions share, of every option.
 
-    ``gradients``: full gradients by the parameter they belong to; they live until they are reduced.
+    Attributes:
+        until: for each memory that is read in another region than the one that makes it, the last such region of its
+            phase.
+        gradients: full gradients by the parameter they belong to; they live until they are reduced.
+        fuses: of each operation whether it computes, and is no kernel of its own, nor takes one's results apart.
+        operators: each as the profile of memory sees it.
     """
 
     until: dict[int, int]
     gradients: dict[int, str]
+    fuses: list[bool]
+    operators: list[Operator]
 
 
 def _crossing(graph: Graph, region_of: Sequence[int]) -> _Crossing:
@@ -199,7 +206,8 @@ def _crossing(graph: Graph, region_of: Sequence[int]) -> _Crossing:
                 gradients[owner] = graph.ops[i].params[0]
             elif region_of[i] != region_of[maker] and (maker < graph.backward) == (i < graph.backward):
                 until[owner] = max(until.get(owner, 0), region_of[i])
-    return _Crossing(until, gradients)
+    fuses = [_fuses(graph, i) for i in range(len(graph.ops))]
+    return _Crossing(until, gradients, fuses, [_operator(graph, i, fuses[i]) for i in range(len(graph.ops))])
 
 
 def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], crossing: _Crossing) -> tuple[Life, ...]:
@@ -272,24 +280,23 @@ def _work(graph: Graph, sequence: Sequence[int], kept: Saved, crossing: _Crossin
     stays = {v for v in made if _stays(graph, v, backward, kept, crossing)}
     # What fuses has no traffic of its own: together it reads what comes from outside or from kernels, and writes what
     # stays and what products read (graph.costs.moved_bytes).
-    fused = {graph.writes[i] for i in sequence if _fuses(graph, i)}
+    fused = {graph.writes[i] for i in sequence if crossing.fuses[i]}
     inputs = {graph.owner[r] for i in sequence if graph.writes[i] in fused for r in graph.reads[i]} - fused
     given = {graph.owner[r] for i in sequence if graph.ops[i].flops for r in graph.reads[i]}
     moved = sum(graph.size[v] for found in (inputs, fused & (stays | given)) for v in found)
     atoms = tuple(_atoms(graph, sequence, moved, crossing))
-    memory = segment_profile([_operator(graph, i) for i in sequence], stays, [atom.end for atom in atoms[:-1]])
+    memory = segment_profile([crossing.operators[i] for i in sequence], stays, [atom.end for atom in atoms[:-1]])
     return Work(atoms, memory)
 
 
-def _operator(graph: Graph, i: int) -> Operator:
+def _operator(graph: Graph, i: int, fuses: bool) -> Operator:
     value, op = graph.writes[i], graph.ops[i]
     size = graph.size[value] if _is_memory(graph, value) else 0
     reads = () if graph.owner[value] != value else [graph.owner[r] for r in graph.reads[i] if not graph.params[r]]
-    return Operator(value, reads, size, bool(size or op.moved) and not _fuses(graph, i), op.flops > 0)
+    return Operator(value, reads, size, bool(size or op.moved) and not fuses, op.flops > 0)
 
 
 def _fuses(graph: Graph, i: int) -> bool:
-    """Whether an operation computes, and is no kernel of its own, nor takes one's results apart."""
     value = graph.writes[i]
     if not graph.size[value] or not _is_memory(graph, value):
         return False

@@ -176,19 +176,17 @@ def starts(space: SearchSpace, most: int) -> Decision:
 
 def tiles(space: SearchSpace) -> Decision:
     """In how many tiles the parameter of a bucket is gathered and used; what is in tiles is not kept."""
-    most = space.most_tiles
-    every = space.finest == most
+    most, finest = space.most_tiles, space.finest
     choices: dict[Item, Sequence[int]] = {}
     for bucket, (count, fitting) in enumerate(zip(most, space.fewest_tiles(), strict=True)):
         if count > 1:
             # Of many tiles only some numbers are looked at.
-            some = range(1, count + 1) if every else {1, fitting, count, *(2**k for k in range(count.bit_length()))}
+            powers = (2**k for k in range(count.bit_length()))
+            some = range(1, count + 1) if finest == most else {1, fitting, count, *powers}
             choices[bucket] = sorted(some, reverse=True)
-
-    finest = {bucket: space.finest[bucket] for bucket in choices}
     return Decision(
         choices, lambda plan: {index: plan.buckets[index].tiles for index in choices}, with_tiles, alike=_parts(space),
-        frugal=[dict.fromkeys(choices, 1), finest],
+        frugal=[dict.fromkeys(choices, 1), {bucket: finest[bucket] for bucket in choices}],
     )  # fmt: skip
 
 
@@ -336,7 +334,8 @@ def with_tiles(plan: Plan, tiles: Mapping[Item, int]) -> Plan:
 def _with_buckets(plan: Plan, field: str, values: Mapping[Any, Any]) -> Plan:
     buckets = list(plan.buckets)
     for index, value in values.items():
-        buckets[index] = replace(buckets[index], **{field: value})
+        if getattr(buckets[index], field) != value:
+            buckets[index] = replace(buckets[index], **{field: value})
     return replace(plan, buckets=tuple(buckets)) if values else plan
 
 
