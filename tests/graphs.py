@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerograph.compiler.capture import Setting, capture
 from zerograph.core.plan import Bucket, Plan
+from zerograph.core.rows import largest
 from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.graph import ops
 from zerograph.passes import PIPELINE, Pass
@@ -42,7 +43,7 @@ class Builder:
 
     def params(self, *names: str, shape: tuple[int, ...] = (4, 4), **spec: Any) -> list[fx.Node]:
         """Markers of parameters of one shape; their shards ``<name>_shard`` become inputs."""
-        rows = -(-shape[0] // self.world_size) if spec.get("sharded", True) else shape[0]
+        rows = largest(shape[0], self.world_size) if spec.get("sharded", True) else shape[0]
         shards = [self.input(f"{name}_shard", rows, *shape[1:]) for name in names]
         return [self.unshard(shard, name, shape, **spec) for shard, name in zip(shards, names, strict=True)]
 

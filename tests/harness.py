@@ -34,11 +34,11 @@ from zerograph.core.garbage import without_gc
 from zerograph.core.rows import rows_of
 from zerograph.dryrun.compile_only import Compiled, simulated_rank
 from zerograph.runtime.comm.collectives import LoneCommunicator
+from zerograph.runtime.dtensors import is_sharded
 from zerograph.runtime.executor.executor import Executor
 from zerograph.runtime.torch_private import as_dtensor, local_tensor
 from zerograph.sharding.adopt import _MESHES
 from zerograph.sharding.ranks import Ranks
-from zerograph.sharding.shards import is_sharded
 
 CPU = torch.device("cpu")
 Make = Callable[..., tuple[nn.Module, tuple[Tensor, ...]]]

@@ -101,7 +101,10 @@ class SharedMemoryCommunicator:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         full: Full = allocate_full(pending.params, self.world_size, torch.device("cpu"), self.pool)
         # Only now: until the peers' data is read, the bucket needs no memory of its own.
-        outs = [(flat.data_ptr(), flat.numel() // self.world_size) for flat in full.padded]
+        outs = [
+            (flat.data_ptr(), p.chunk_elements(self.world_size))
+            for p, flat in zip(pending.params, full.padded, strict=True)
+        ]
         ticket = pending.ticket
         self._finish("gather", pending.params, ticket, lambda wait: self.mailbox.finish_gather(ticket, outs, wait))
         return full.tensors

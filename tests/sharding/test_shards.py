@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from zerograph.core.errors import CheckpointError, ConfigError
+from zerograph.runtime.dtensors import is_sharded
 from zerograph.sharding import shards
 
 SHAPES = [(4, 3), (5, 2), (1, 3), (3,), (0, 2)]
@@ -24,7 +25,7 @@ def _there_and_back() -> None:
         full = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         sharded = distribute_tensor(full, mesh, [Shard(0)])
         mine = shards.as_shard(full, sharded)
-        assert shards.is_sharded(mine) and mine.shape == full.shape
+        assert is_sharded(mine) and mine.shape == full.shape
         assert torch.equal(mine.to_local(), sharded.to_local())
         assert mine.to_local().is_contiguous() and mine.to_local().untyped_storage().nbytes() == mine.to_local().nbytes
         assert torch.equal(shards.full_value(sharded), full)
@@ -37,7 +38,7 @@ def _there_and_back() -> None:
             shards.send_from_first(full if dist.get_rank() == 0 else None, local, shape[0], group, split)
             assert torch.equal(local, sharded.to_local() if split else full)
     whole = distribute_tensor(torch.arange(3.0), mesh, [Replicate()])
-    assert not shards.is_sharded(whole)
+    assert not is_sharded(whole)
     assert torch.equal(shards.full_value(whole), torch.arange(3.0))
     assert torch.equal(shards.as_shard(torch.ones(3), whole).to_local(), torch.ones(3))
     transposed = shards.as_shard(
@@ -53,7 +54,7 @@ def test_there_and_back(world: int) -> None:
 
 def test_a_plain_parameter_is_its_own_shard() -> None:
     param = nn.Parameter(torch.arange(3.0))
-    assert not shards.is_sharded(param)
+    assert not is_sharded(param)
     assert shards.local_of(param).data_ptr() == param.data_ptr()
     value = shards.full_value(param)
     assert torch.equal(value, param) and value.data_ptr() != param.data_ptr() and not value.requires_grad

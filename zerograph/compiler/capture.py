@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerograph.core.step import Kind, Lookup, Op, Param, Step, TokenRegion, Value, layer_of_activation
+from zerograph.compiler.source_lines import source_line
+from zerograph.compiler.tileable import bytes_of_node, gradients_ahead, token_regions, why_logits_are_whole
+from zerograph.core.step import Kind, Lookup, Op, Param, Step, Value
 from zerograph.graph.costs import (
-    bytes_of,
     describing_sizes,
     flops_of,
     is_cheap_to_repeat,
@@ -24,21 +22,16 @@ from zerograph.graph.costs import (
     packed_bytes,
     traced_size,
 )
-from zerograph.graph.layer_tokens import layer_region
-from zerograph.graph.layers import layer_of_node, module_of
+from zerograph.graph.layers import module_of
 from zerograph.graph.lookups import last_of_range
-from zerograph.graph.loss_gradients import loss_gradients
 from zerograph.graph.middle import mlps_of
 from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import tilable
-from zerograph.graph.token_region import PRODUCTS, NodeRegion, NotByToken, region_of
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.optimizer import with_updates
 from zerograph.runtime.buffers import dtype_name
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,100 +77,12 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
     head = head_of(whole)
     if head is not None:
         product = next(node for node in graph.nodes if node.name == head.name)
-        why, ahead = _whole_logits(product, backward), _loss_gradients(graph, product)
+        why, ahead = why_logits_are_whole(product, backward), gradients_ahead(graph, product)
         step = replace(step, whole_logits=why, loss_gradients=() if why else ahead)
     if setting.training and setting.by_token:
         params_read = {op.name: read for op, read in zip(whole.ops, whole.params_read, strict=True)}
-        step = replace(step, token_regions=tuple(_token_regions(part.ops, backward, params_read)))
+        step = replace(step, token_regions=tuple(token_regions(part.ops, backward, params_read)))
     return with_updates(step, setting.world_size, setting.moments)
-
-
-def _whole_logits(product: fx.Node, backward: set[fx.Node]) -> str:
-    """Why the logits that ``product`` makes cannot be made for some tokens at a time; empty where they can.
-
-    The backward that makes them again is looked at as it will be: with what it needs of the forward.
-    """
-    try:
-        forward = region_of(product, lambda node: node not in backward)
-        region_of(product, lambda node: node in backward or node in forward.tokens)
-    except NotByToken as error:
-        return f"{error} ({source_line(error.node)})"
-    return ""
-
-
-def _loss_gradients(graph: fx.Graph, product: fx.Node) -> tuple[str, ...]:
-    """The names of the backward's nodes that a loss in tiles computes in the forward."""
-    try:
-        found = loss_gradients(graph, region_of(product))
-    except NotByToken:
-        return ()
-    return tuple(node.name for node in found.nodes) if found is not None else ()
-
-
-def _token_regions(
-    nodes: Sequence[fx.Node], backward: set[fx.Node], params_read: Mapping[str, tuple[str, ...]]
-) -> Iterator[TokenRegion]:
-    """For each layer that has one, the MLP that can run for some tokens at a time; ``params_read`` is by operation."""
-    wide: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        fact = node.meta.get("zg")
-        if node.target in PRODUCTS and node not in backward and isinstance(fact, Activation):
-            wide.setdefault(layer_of_activation(fact.name), []).append(node)
-    again = _computed_again(nodes, backward)
-    for layer, products in wide.items():
-        most = max(map(_bytes, products))
-        # Of several MLPs in a layer it may be that only the last one's middle is not needed before its gradients are.
-        widest = (product for product in products if layer and _bytes(product) == most)
-        regions = (_token_region(layer, product, backward, again, params_read) for product in widest)
-        found = next((region for region in regions if region is not None), None)
-        if found is not None:
-            yield found
-
-
-def _token_region(
-    layer: str, product: fx.Node, backward: set[fx.Node], again: Mapping[fx.Node, str],
-    params_read: Mapping[str, tuple[str, ...]],
-) -> TokenRegion | None:  # fmt: skip
-    """The backward is looked at as it will be: with what it needs of the forward, computed ``again``."""
-    try:
-        forward = layer_region(product, lambda node: node not in backward)
-        both = layer_region(
-            product, lambda node: node in backward or node in forward.tokens or again.get(node) == layer
-        )
-    except NotByToken as error:
-        log.debug("%s runs for all tokens at once: %s", layer, error)
-        return None
-    multiply = [node for node in both.nodes if node.target in PRODUCTS]
-    inside = [n for n in both.nodes if both.tokens[n] is not None and all(user in both.tokens for user in n.users)]
-    return TokenRegion(
-        layer=layer,
-        activation=product.meta["zg"].name,
-        params=tuple(dict.fromkeys(name for node in both.nodes for name in params_read.get(node.name, ()))),
-        values=tuple(node.name for node in inside),
-        moved=tuple((node.name, _moved_by_each_tile(node, both)) for node in multiply),
-        sums=tuple(node.name for node in multiply if both.tokens[node] is None),
-    )
-
-
-def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx.Node, str]:
-    """The nodes, by layer, that a backward recomputes of layers that save nothing: what a layer hands on is there."""
-    layers = {node: layer_of_node(node) for node in nodes if node not in backward}
-    found: dict[fx.Node, str] = {}
-    for node in reversed(nodes):
-        if not (layer := layers.get(node)):
-            continue
-        handed_on = any(
-            user.op == "output" or (user not in backward and layers.get(user) not in (layer, None))
-            for user in node.users
-        )
-        if not handed_on and any(user in backward or user in found for user in node.users):
-            found[node] = layer
-    return found
-
-
-def _moved_by_each_tile(product: fx.Node, region: NodeRegion) -> int:
-    weight: fx.Node = product.args[-1]  # type: ignore[assignment]
-    return _bytes(weight) if region.tokens[product] is not None else 2 * _bytes(product)
 
 
 def _lookups(graph: fx.Graph) -> Iterator[Lookup]:
@@ -302,29 +207,9 @@ def _params_of(node: fx.Node) -> tuple[str, ...]:
     return tuple(str(n.args[2]) for n in node.all_input_nodes if n.target is UNSHARD)
 
 
-def source_line(node: fx.Node) -> str:
-    """``file:line`` of the user's code that ``node`` comes from, innermost frame; empty when unknown.
-
-    Where a parameter is read, that is not the property that reads it.
-    """
-    # The trace is text, as Dynamo keeps it, outermost frame first.
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    # Reading `self.weight` runs a property of sharding's: its own lines would stand for every parameter of the model.
-    return next((f"{file}:{line}" for file, line in reversed(found) if file not in _READERS), "")
-
-
-_SHARDING = Path(__file__).parents[1] / "sharding"
-_READERS = frozenset(str(_SHARDING / name) for name in ("module_classes.py", "forward.py"))
-
-
 def _value(node: fx.Node, part: _StepNodes) -> Value:
     owner = part.owner(node)
-    return Value(node.name, _bytes(node), _kind(node), "" if owner is node else owner.name)
-
-
-def _bytes(node: fx.Node) -> int:
-    val = node.meta.get("val")
-    return bytes_of(val) if isinstance(val, torch.Tensor) else 0  # parts of a tuple are values of their own
+    return Value(node.name, bytes_of_node(node), _kind(node), "" if owner is node else owner.name)
 
 
 def _kind(node: fx.Node) -> Kind:

@@ -32,6 +32,7 @@ from zerograph.compiler.repetition.simplify import simplified
 from zerograph.compiler.repetition.unfold import Joint, Repeat
 from zerograph.compiler.rewrite import rewrite
 from zerograph.compiler.shard_inputs import take_local_shards
+from zerograph.compiler.tileable import left_in_tiles
 from zerograph.compiler.torch_private import (
     as_when_called,
     ends_at_graph_break,
@@ -47,6 +48,7 @@ from zerograph.graph.layers import name_model
 from zerograph.graph.nodes import Pair
 from zerograph.graph.ops import REDUCE_GRAD
 from zerograph.passes import Kind
+from zerograph.planner.explain.replay import restricted_to_step
 from zerograph.runtime.executor.executor import Executor
 
 log = logging.getLogger(__name__)
@@ -106,10 +108,13 @@ def _planned(frame: Frame, kind: str, gm: fx.GraphModule) -> fx.GraphModule:
     """Plan the step that ``gm`` is; returns the graph to go on with."""
     _plan(frame, kind, gm)
     made = frame.compilation
+    gm = simplified(gm, frame.repeat)
+    left = left_in_tiles(frame.step, frame.plan, gm.graph)
+    if left is not frame.step:
+        frame.step, frame.plan = left, restricted_to_step(frame.plan, left)
     # Not before the plan: the cache of gathered buckets follows its residencies.
     if made.runtime_for is not None:
         frame.runtime = made.runtime_for(frame.index, frame.code, frame.plan)
-    gm = simplified(gm, frame.repeat)
     rewrite(frame, kind, gm, "planned")
     return gm
 

@@ -44,6 +44,7 @@ from zerograph.planner.programs.placement import Shards, kept_on
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.runtime.buffers import dtype_name
+from zerograph.runtime.dtensors import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -423,6 +424,4 @@ def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:
 def _param(name: str, param: nn.Parameter) -> Param:
     """A parameter that this frame does not read."""
     dtype = dtype_name(param.dtype)
-    # A parameter with fewer rows than ranks is a DTensor too, and replicated.
-    sharded = hasattr(param, "placements") and param.placements[0].is_shard()
-    return Param(name, tuple(param.shape), dtype, dtype, dtype, param.requires_grad, sharded)
+    return Param(name, tuple(param.shape), dtype, dtype, dtype, param.requires_grad, is_sharded(param))

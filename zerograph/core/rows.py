@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def is_divided(shape: Sequence[int], ranks: int) -> bool:
+    """Whether a parameter of that ``shape`` is split by rows: there is one for each of ``ranks``. Others stay whole."""
+    return len(shape) > 0 and shape[0] >= ranks
+
 
 def largest(size: int, ranks: int) -> int:
     """The most that one of ``ranks`` has of a dimension of that ``size``."""

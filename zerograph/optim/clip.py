@@ -10,12 +10,13 @@ from collections.abc import Generator, Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor
 
 import zerograph._core as _core
 from zerograph.core.arguments import number, require, require_flag
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
+from zerograph.runtime.dtensors import group_of_ranks, is_sharded, needs_one_reduction
 from zerograph.runtime.executor import late_gradients
 from zerograph.runtime.torch_private import local_tensor
 
@@ -52,10 +53,10 @@ def clip_grad_norm_(
     params = _tensors(parameters)
     late_gradients.settle(params)
     grads = [p.grad for p in params if p.grad is not None]
-    split: list[DTensor] = [g for g in grads if is_split(g)]  # type: ignore[misc]
+    split = [g for g in grads if is_split(g)]
     whole = [local_tensor(g) for g in grads if not is_split(g)]
     mine = [local_tensor(g) for g in split]
-    group = split[0].device_mesh.get_group() if split else None
+    group = group_of_ranks(split[0]) if split else None
     norm = _norm_over_ranks(mine, whole, order, group).to(_precision(mine + whole))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -98,13 +99,11 @@ def is_split(grad: Tensor) -> bool:
     Raises:
         UnsupportedError: one scalar reduction would not do.
     """
-    if not isinstance(grad, DTensor):
-        return False
-    if grad.device_mesh.ndim > 1 or isinstance(grad.placements[0], Partial):
+    if isinstance(grad, DTensor) and not needs_one_reduction(grad):
         raise UnsupportedError(
             f"cannot take the norm of a tensor placed as {grad.placements}", "use torch.nn.utils.clip_grad_norm_"
         )
-    return isinstance(grad.placements[0], Shard)
+    return is_sharded(grad)
 
 
 def _norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: dist.ProcessGroup | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zerograph.core.errors import ShardingError
 from zerograph.optim.clip import is_split, order_of_norm, power_sums
 from zerograph.runtime import delayed
+from zerograph.runtime.dtensors import group_of_ranks
 from zerograph.runtime.executor import late_gradients
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import model_given
@@ -97,7 +98,7 @@ def _powers(params: Sequence[Tensor], p: float) -> Tensor:
 def _over_ranks(split: Sequence[Tensor], p: float) -> Tensor:
     powers = _powers(split, p)
     if split:
-        mesh = split[0].device_mesh  # type: ignore[attr-defined]
+        group = group_of_ranks(split[0])
         powers = powers.to(local_tensor(split[0]).device)  # where its group communicates
-        dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=mesh.get_group())
+        dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
     return powers.cpu()

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import zerograph._core as _core
 from zerograph.core.errors import UnsupportedError
 from zerograph.runtime import kernels
+from zerograph.runtime.dtensors import group_of_ranks, is_sharded, needs_one_reduction
 from zerograph.runtime.torch_private import local_tensor
 
 TAGS: dict[torch.dtype, _core.DType] = {
@@ -112,7 +113,7 @@ class GroupLayout:
         names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
         self.names: Sequence[str] = [names[id(p)] for p in self.params if id(p) in names]
         self.locals = [local_tensor(p) for p in self.params]
-        self.split = [isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements) for p in self.params]
+        self.split = [is_sharded(p) for p in self.params]
         self.dtypes: list[torch.dtype | None] = [None] * len(self.params)
         self.changes = 0
         self._tags = [_core.DType.float32] * len(self.params)
@@ -173,12 +174,12 @@ class GroupLayout:
         found = set()
         for i, p in enumerate(self.params):
             if isinstance(p, DTensor) and self.split[i]:
-                if p.device_mesh.ndim > 1:
+                if not needs_one_reduction(p):
                     raise UnsupportedError(
                         f"{self.name(i)} is placed as {p.placements}: the norm of such gradients needs many reductions",
                         "make the optimizer with skip_nonfinite=False, and clip with torch.nn.utils.clip_grad_norm_",
                     )
-                found.add(p.device_mesh.get_group())
+                found.add(group_of_ranks(p))
         return frozenset(found)
 
     def gradients(self) -> Gradients:

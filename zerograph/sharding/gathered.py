@@ -13,9 +13,10 @@ from zerograph.core.arguments import require_flag
 from zerograph.core.errors import ShardingError
 from zerograph.runtime import delayed
 from zerograph.runtime.comm.rendezvous import noticed
+from zerograph.runtime.dtensors import is_sharded
 from zerograph.sharding.adopt import model_given
 from zerograph.sharding.module_classes import plain_class
-from zerograph.sharding.shards import full_value, group_of, is_sharded, local_of, on_first_rank, send_from_first
+from zerograph.sharding.shards import full_value, group_of, local_of, on_first_rank, send_from_first
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import DTensor
 
+from zerograph.runtime.dtensors import is_whole
 from zerograph.sharding.torch_private import unscale_in_order
 
 
@@ -23,4 +24,4 @@ def find_inf_on_all_ranks() -> None:
 
 
 def _split_first(grads: Sequence[DTensor]) -> list[DTensor]:
-    return sorted(grads, key=lambda grad: all(placement.is_replicate() for placement in grad.placements))
+    return sorted(grads, key=is_whole)

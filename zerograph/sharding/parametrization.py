@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError
+from zerograph.core.rows import is_divided
 from zerograph.core.units import format_bytes
+from zerograph.runtime.dtensors import placements_of
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.homes.host import HostMemory
 from zerograph.sharding.adopt import modules_holding, replace_everywhere
@@ -241,7 +243,7 @@ def spec_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     world = mesh.size() if mesh is not None else 1
     # One rank gathers what lives off the device from there.
     splits = config.sharding > 0 and (mesh is not None or config.offloads)
-    sharded = splits and param.ndim > 0 and param.shape[0] >= world
+    sharded = splits and is_divided(param.shape, world)
     group = mesh.get_group().group_name if mesh is not None else ""
     return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 
@@ -251,10 +253,10 @@ def distribute(value: Tensor, spec: ShardSpec, mesh: DeviceMesh | None, stage: i
     value = value.detach().contiguous()
     if mesh is None:
         return value
-    placement = Shard(0) if spec.sharded else Replicate()
+    placements = placements_of(spec.sharded)
     if stage == 0:
         # Distributed all the same: it brings rank 0's values to all ranks.
-        return value if value.is_meta else distribute_tensor(value, mesh, [placement]).to_local()
+        return value if value.is_meta else distribute_tensor(value, mesh, placements).to_local()
     if value.is_meta:
-        return local_rows(value, mesh, placement, value.device)
-    return distribute_tensor(value, mesh, [placement])
+        return local_rows(value, mesh, spec.sharded, value.device)
+    return distribute_tensor(value, mesh, placements)

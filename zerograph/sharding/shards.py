@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.rows import largest, rows_of
 from zerograph.graph.torch_private import resolve_group
+from zerograph.runtime.dtensors import group_of_ranks, is_sharded, own_rows, placements_of
 from zerograph.runtime.torch_private import as_dtensor
 
 
@@ -42,11 +42,6 @@ def first_rank(group: dist.ProcessGroup) -> int:
     return dist.get_global_rank(group, 0)
 
 
-def is_sharded(param: Tensor) -> bool:
-    """Whether each rank holds only its own rows of ``param``."""
-    return isinstance(param, DTensor) and isinstance(param.placements[0], Shard)
-
-
 def local_of(param: Tensor) -> Tensor:
     """This rank's part of ``param``, outside of autograd; shares its memory."""
     value = param.detach()
@@ -55,18 +50,16 @@ def local_of(param: Tensor) -> Tensor:
 
 def as_shard(value: Tensor, like: DTensor) -> DTensor:
     """The rows of the full ``value`` that this rank holds of ``like``, where that is; no communication."""
-    return local_rows(value, like.device_mesh, like.placements[0], like.device)
+    return local_rows(value, like.device_mesh, is_sharded(like), like.device)
 
 
-def local_rows(value: Tensor, mesh: DeviceMesh, placement: Placement, device: torch.device) -> DTensor:
-    """The rows of the full ``value`` that this rank holds on ``device`` when it is placed so; no communication."""
-    local = value
-    if isinstance(placement, Shard):
-        local = value[rows_of(len(value), mesh.get_local_rank(), mesh.size())]
+def local_rows(value: Tensor, mesh: DeviceMesh, sharded: bool, device: torch.device) -> DTensor:
+    """The rows of the full ``value`` that this rank holds on ``device``, all unless ``sharded``; no communication."""
+    local = value[own_rows(len(value), mesh)] if sharded else value
     # A clone of the rows: a view would keep the full tensor alive.
     local = local.contiguous() if local is value else local.clone(memory_format=torch.contiguous_format)
     local = local if local.is_meta else local.to(device)
-    return as_dtensor(local, mesh, [placement], value.shape, value.contiguous().stride())
+    return as_dtensor(local, mesh, placements_of(sharded), value.shape, value.contiguous().stride())
 
 
 def full_value(param: Tensor) -> Tensor:
@@ -79,8 +72,7 @@ def gather_to_first(param: Tensor) -> list[Tensor]:
     local = local_of(param)
     if not is_sharded(param):
         return [local]
-    assert isinstance(param, DTensor)
-    group = param.device_mesh.get_group()
+    group = group_of_ranks(param)
     world, rows = group.size(), param.shape[0]
     # `gather` wants pieces of one size: short shards are padded.
     send = local.new_zeros((largest(rows, world), *param.shape[1:]))

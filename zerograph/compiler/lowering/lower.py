@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph.compiler.capture import source_line
 from zerograph.compiler.lowering.segment_graph import Body, body_of
 from zerograph.compiler.lowering.segments import Callee, SegmentCache, interpret
+from zerograph.compiler.source_lines import source_line
 from zerograph.core.instructions import (
     Accumulate,
     BeginUpdate,

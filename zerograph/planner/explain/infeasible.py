@@ -15,6 +15,7 @@ from zerograph.core.files.planfile import Holding
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import OFFLOADS, Offload
+from zerograph.core.rows import is_divided
 from zerograph.core.step import Kind, Step, layer_of
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import format_bytes
@@ -164,7 +165,7 @@ def _sharded(search: Search, step: Step, budget: Budget) -> Change:
     """A stage that shards, for a step that was traced with whole parameters."""
     constraints = replace(search.constraints, stage="auto")
     world = constraints.world_size
-    params = tuple(replace(p, sharded=bool(p.shape) and p.shape[0] >= world) for p in step.params)
+    params = tuple(replace(p, sharded=is_divided(p.shape, world)) for p in step.params)
     states = search.states + sum(state_bytes(params, world, search.moments))
     states -= sum(state_bytes(step.params, world, search.moments))
     return Change('stage="auto"', replace(step, params=params), constraints, budget, states)

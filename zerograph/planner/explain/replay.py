@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from zerograph.core.step import Param, Step, layer_of, layer_of_activation
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.tiling import strange_loops, unknown_loops
+
+log = logging.getLogger(__name__)
 
 _SHOWN = 6
 """Differences that an error names; more are counted."""
@@ -44,11 +47,13 @@ def replay(given: GivenPlan, step: Step) -> Plan:
 
 
 def restricted_to_step(plan: Plan, step: Step) -> Plan:
-    """``plan`` without the saved activations that ``step`` does not make.
+    """``plan`` without the saved activations that ``step`` does not make, and without the tiles that it cannot have.
 
     The plan may be that of another program of the frame, or of another rank; in evaluation a dropout makes nothing, for
     one. Which activations of a layer are saved, and where, decides no collective, so ranks may differ in that.
     """
+    if plan.loops():
+        plan = _loops_of(plan, step)
     if not plan.save and not plan.offload and not plan.head and not plan.token_regions:
         return plan
     made = {op.activation for op in step.ops}
@@ -56,7 +61,10 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     regions = tuple(name for name in plan.token_regions if name in by_token)
     if regions != plan.token_regions:
         plan = replace(plan, token_tiles=plan.token_tiles if regions else 1, token_regions=regions)
-    if plan.head not in made:
+    if plan.head not in made or step.whole_logits:
+        if plan.head and step.whole_logits:
+            tiles = f"{plan.loss_tiles} tiles of the loss were planned"
+            log.warning("%s, and logits exist for all tokens at once, because %s", tiles, step.whole_logits)
         plan = replace(plan, loss_tiles=1, head="")
     save = tuple(name for name in plan.save if name in made)
     offload = tuple((name, tier) for name, tier in plan.offload if name in made or not layer_of_activation(name))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zerograph.core.arguments import paths, require
 from zerograph.core.errors import ShardingError
+from zerograph.runtime.dtensors import is_sharded
 from zerograph.runtime.homes.shards import ShardStore
 from zerograph.runtime.torch_private import placed_as
 from zerograph.sharding.adopt import replace_everywhere
@@ -24,7 +25,7 @@ from zerograph.sharding.files.room import Room
 from zerograph.sharding.files.shard_files import read_files
 from zerograph.sharding.forward import FORWARDS
 from zerograph.sharding.gathered import shown
-from zerograph.sharding.shards import group_of, is_sharded, local_of, on_first_rank, send_from_first
+from zerograph.sharding.shards import group_of, local_of, on_first_rank, send_from_first
 
 log = logging.getLogger(__name__)
 

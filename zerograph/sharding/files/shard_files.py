@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zerograph.core.errors import CheckpointError
-from zerograph.core.rows import rows_of
+from zerograph.runtime.dtensors import is_sharded, own_rows
 from zerograph.sharding.files.export import DTYPES
 from zerograph.sharding.files.room import Room
-from zerograph.sharding.shards import describe, is_first, is_sharded, local_of
+from zerograph.sharding.shards import describe, is_first, local_of
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _read(slot: TensorToRead, file: Any, name: str, room: Room) -> None:
         local.copy_(file.get_tensor(name))
     elif is_sharded(slot.tensor):
         mesh = slot.tensor.device_mesh  # type: ignore[attr-defined]
-        rows = rows_of(slot.tensor.shape[0], mesh.get_local_rank(), mesh.size())
+        rows = own_rows(slot.tensor.shape[0], mesh)
         if rows.stop > rows.start:
             local.copy_(file.get_slice(name)[rows])
     else:

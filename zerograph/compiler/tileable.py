@@ -1,0 +1,198 @@
+"""Which parts of a traced step can run in tiles over tokens or over the hidden dimension of an MLP.
+
+Capture asks before there is a plan. Inductor's passes over the joint graph come later, and may leave a part that cannot
+run in tiles any more. The plan then has that part whole, so that reports and plan files tell how the step runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from zerograph.compiler.source_lines import source_line
+from zerograph.core.plan import Plan
+from zerograph.core.step import Step, TokenRegion, layer_of_activation
+from zerograph.graph.costs import bytes_of, describing_sizes
+from zerograph.graph.layer_tokens import layer_region, wide_products
+from zerograph.graph.layers import layer_of_node
+from zerograph.graph.loss_gradients import loss_gradients
+from zerograph.graph.middle import Gathered, middle_of
+from zerograph.graph.nodes import Activation, backward_nodes
+from zerograph.graph.token_region import PRODUCTS, NodeRegion, NotByToken, head_of, region_of
+
+log = logging.getLogger(__name__)
+
+_NAMELESS = "Inductor's passes left no product of that name"
+
+
+def left_in_tiles(step: Step, plan: Plan, graph: fx.Graph) -> Step:
+    """``step`` without the parts that ``plan`` has in tiles and that cannot run so in ``graph``.
+
+    Warns of MLPs; of a loss the one who changes the plan warns.
+
+    Args:
+        graph: the step as Inductor's passes left it.
+
+    Returns:
+        The very ``step``, where the plan can be carried out.
+    """
+    backward = backward_nodes(graph)
+    if plan.loss_tiles > 1 and (why := _why_head_is_whole(plan, graph, backward)):
+        step = replace(step, whole_logits=why, loss_gradients=())
+    if gone := _whole_regions(plan, graph, backward):
+        regions = tuple(region for region in step.token_regions if region.activation not in gone)
+        step = replace(step, token_regions=regions)
+    if apart := _apart(plan, graph, backward):
+        step = replace(step, mlps=tuple(mlp for mlp in step.mlps if mlp.name not in apart))
+    return step
+
+
+def _why_head_is_whole(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> str:
+    head = head_of(graph.nodes, plan)
+    return why_logits_are_whole(head, backward) if head is not None else f"{_NAMELESS} ({plan.head})"
+
+
+def _whole_regions(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]:
+    """The MLPs that ``plan`` has in tiles of tokens and that cannot run so in ``graph``, with a warning."""
+    if not plan.token_regions:
+        return set()
+    whole = dict.fromkeys(plan.token_regions, _NAMELESS)
+    sizes = describing_sizes(graph)
+    again = _computed_again([n for n in graph.nodes if n.op == "call_function" and n not in sizes], backward)
+    for product in wide_products(graph.nodes, plan.token_regions):
+        name = product.meta["zg"].name
+        del whole[name]
+        try:
+            _layer_region(layer_of_activation(name), product, backward, again)
+        except NotByToken as error:
+            whole[name] = f"{error} ({source_line(error.node)})"
+    for name, why in list(whole.items())[:1]:  # the others are of layers like its own, most often
+        log.warning(
+            "%d tiles of tokens were planned, and the MLPs of %d layers run whole, %s because %s",
+            plan.token_tiles, len(whole), name, why,
+        )  # fmt: skip
+    return set(whole)
+
+
+def _apart(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]:
+    """The MLPs that ``plan`` has in a loop and that cannot run so in ``graph``, with a warning for each."""
+    loops, apart = plan.loops(), set[str]()
+    if not loops:
+        return apart
+    read = Gathered.of(graph)
+    for loop, buckets in loops.items():
+        weights = {bucket.params[0].name: bucket.dim for bucket in buckets}
+        try:
+            middle_of(read, weights)
+            middle_of(read, weights, lambda node: node not in backward)
+        except NotByToken as error:
+            apart.add(loop)
+            log.warning(
+                "%s was planned in one loop of %d tiles, and its weights are in tiles one by one, because %s",
+                loop, buckets[0].tiles, error,
+            )  # fmt: skip
+    return apart
+
+
+def why_logits_are_whole(product: fx.Node, backward: set[fx.Node]) -> str:
+    """Why the logits that ``product`` makes cannot be made for some tokens at a time; empty where they can.
+
+    The backward that makes them again is looked at as it will be: with what it needs of the forward.
+    """
+    try:
+        forward = region_of(product, lambda node: node not in backward)
+        region_of(product, lambda node: node in backward or node in forward.tokens)
+    except NotByToken as error:
+        return f"{error} ({source_line(error.node)})"
+    return ""
+
+
+def gradients_ahead(graph: fx.Graph, product: fx.Node) -> tuple[str, ...]:
+    """The names of the backward's nodes that a loss in tiles computes in the forward."""
+    try:
+        found = loss_gradients(graph, region_of(product))
+    except NotByToken:
+        return ()
+    return tuple(node.name for node in found.nodes) if found is not None else ()
+
+
+def token_regions(
+    nodes: Sequence[fx.Node], backward: set[fx.Node], params_read: Mapping[str, tuple[str, ...]]
+) -> Iterator[TokenRegion]:
+    """For each layer that has one, the MLP that can run for some tokens at a time; ``params_read`` is by operation."""
+    wide: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        fact = node.meta.get("zg")
+        if node.target in PRODUCTS and node not in backward and isinstance(fact, Activation):
+            wide.setdefault(layer_of_activation(fact.name), []).append(node)
+    again = _computed_again(nodes, backward)
+    for layer, products in wide.items():
+        most = max(map(bytes_of_node, products))
+        # Of several MLPs in a layer it may be that only the last one's middle is not needed before its gradients are.
+        widest = (product for product in products if layer and bytes_of_node(product) == most)
+        regions = (_token_region(layer, product, backward, again, params_read) for product in widest)
+        found = next((region for region in regions if region is not None), None)
+        if found is not None:
+            yield found
+
+
+def _token_region(
+    layer: str, product: fx.Node, backward: set[fx.Node], again: Mapping[fx.Node, str],
+    params_read: Mapping[str, tuple[str, ...]],
+) -> TokenRegion | None:  # fmt: skip
+    try:
+        both = _layer_region(layer, product, backward, again)
+    except NotByToken as error:
+        log.debug("%s runs for all tokens at once: %s", layer, error)
+        return None
+    multiply = [node for node in both.nodes if node.target in PRODUCTS]
+    inside = [n for n in both.nodes if both.tokens[n] is not None and all(user in both.tokens for user in n.users)]
+    return TokenRegion(
+        layer=layer,
+        activation=product.meta["zg"].name,
+        params=tuple(dict.fromkeys(name for node in both.nodes for name in params_read.get(node.name, ()))),
+        values=tuple(node.name for node in inside),
+        moved=tuple((node.name, _moved_by_each_tile(node, both)) for node in multiply),
+        sums=tuple(node.name for node in multiply if both.tokens[node] is None),
+    )
+
+
+def _layer_region(layer: str, product: fx.Node, backward: set[fx.Node], again: Mapping[fx.Node, str]) -> NodeRegion:
+    """The region of ``layer`` in its backward, which is looked at as it will be: with what it needs of the forward,
+    computed ``again``.
+
+    Raises:
+        NotByToken: forward or backward need it for all tokens at once.
+    """
+    forward = layer_region(product, lambda node: node not in backward)
+    return layer_region(product, lambda node: node in backward or node in forward.tokens or again.get(node) == layer)
+
+
+def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx.Node, str]:
+    """The nodes, by layer, that a backward recomputes of layers that save nothing: what a layer hands on is there."""
+    layers = {node: layer_of_node(node) for node in nodes if node not in backward}
+    found: dict[fx.Node, str] = {}
+    for node in reversed(nodes):
+        if not (layer := layers.get(node)):
+            continue
+        handed_on = any(
+            user.op == "output" or (user not in backward and layers.get(user) not in (layer, None))
+            for user in node.users
+        )
+        if not handed_on and any(user in backward or user in found for user in node.users):
+            found[node] = layer
+    return found
+
+
+def _moved_by_each_tile(product: fx.Node, region: NodeRegion) -> int:
+    weight: fx.Node = product.args[-1]  # type: ignore[assignment]
+    return bytes_of_node(weight) if region.tokens[product] is not None else 2 * bytes_of_node(product)
+
+
+def bytes_of_node(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    return bytes_of(val) if isinstance(val, torch.Tensor) else 0  # parts of a tuple are values of their own
