@@ -12,7 +12,7 @@ from quick import examples
 
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, machine_named
-from zerograph.core.plan import GivenPlan, Plan
+from zerograph.core.plan import OVERLAPS, GivenPlan, Homes, Overlap, Plan
 from zerograph.core.step import Op, Param, Step, Value
 from zerograph.planner import replay
 from zerograph.planner.explain.check import check_plan
@@ -21,8 +21,10 @@ from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles,
 from zerograph.planner.profile.optimizer import with_updates
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.programs.rules import plan_step
+from zerograph.planner.programs.sketch import settled, sketch
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
+from zerograph.sim.check import check_programs
 
 pytestmark = pytest.mark.costly
 
@@ -169,6 +171,21 @@ def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
     untiled = Search(step, Constraints("auto", WORLD), GPU)
     assert {c.plan.loss_tiles for c in untiled.best} == {1}
     assert untiled.best[0].peak > LOGITS
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_updates_run_beside_programs_whose_forward_reduces_the_head(overlap: Overlap) -> None:
+    """Of a loss in tiles the forward makes the head's gradients."""
+    homes = Homes("device", "host", "host")
+    constraints = Constraints(3, WORLD, bucket_size=MIB, prefetch=1, loss=4)
+    step = replace(with_head(), loss_gradients=("d_logits", "d_weight", "grad", "d_loss"))
+    search = Search(step, constraints, GPU)
+    space = next(space for space in search.spaces if space.plan.loss_tiles == 4)
+    buckets = tuple(replace(bucket, homes=homes) for bucket in space.plan.buckets)
+    plan = replace(space.plan, buckets=buckets, overlap=overlap)
+    programs = settled(sketch(space.scheduler, plan))
+    assert any(each.operation == "reduce" for each in programs[0].instructions)
+    assert check_programs(programs, plan) == []
 
 
 def test_tiles_of_a_loss_that_is_not_there_are_found() -> None:

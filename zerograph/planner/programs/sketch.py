@@ -175,7 +175,7 @@ class _Sketch:
             self._reduce(bucket, 0, phase.gradients[bucket])
         self._free(phase, len(phase.intervals))
         while self.under_way:
-            self._wait_reduce(last=len(self.under_way) == 1)
+            self._wait_reduce(last=backward and len(self.under_way) == 1)
 
     def _offloading(self, piece: Piece) -> Compute:
         """``piece`` with the registers of activations of which some are offloaded."""
@@ -403,27 +403,31 @@ class _Sketch:
     def _update_inside(self) -> None:
         """Begin the update of each bucket behind the last instruction of the backward that works for it."""
         last = {getattr(each, "bucket", -1): at for at, each in enumerate(self.instructions)}
-        ended = {last[bucket]: bucket for bucket in self.reduced if bucket in self.inside}
-        on_disk, backward = deque[int](), self.instructions
-        self.instructions = []
-        for at, each in enumerate(backward):
-            self.instructions.append(each)
-            if (bucket := ended.get(at, -1)) < 0:
-                continue
-            if self.buckets[bucket].homes.optimizer == "device":
-                if self.parts[bucket][0].shards.gradient:
-                    update = self._once(Scheduler.update_inside, bucket, self._gradient(bucket, 0))
-                    self.instructions.append(update)
-                    self.updated[bucket] = ()
-                continue
-            if self.plan.buckets[bucket].homes.spilled == "nvme":
-                # Gradients that would be written wait in memory, so that few updates may be under way.
-                if len(on_disk) > LEAVING:
-                    self.instructions.append(self._once(bucket_work.wait_fetch, on_disk.popleft()))
-                self._update_beside(bucket)
-                on_disk.extend(self.updated.get(bucket, ())[-1:])
-            else:
-                self._update_beside(bucket)
+        backward, self.instructions = self.instructions, []
+        ended: dict[int, list[int]] = {}
+        for bucket in self.reduced:
+            if bucket in self.inside and any(part.shards.gradient for part in self.parts[bucket]):
+                # The forward reduces the head's gradients of a loss in tiles, and the backward may do nothing for it.
+                ended.setdefault(last.get(bucket, -1), []).append(bucket)
+        on_disk = deque[int]()
+        for at in range(-1, len(backward)):
+            self.instructions += backward[at : at + 1] if at >= 0 else ()
+            for bucket in ended.get(at, ()):
+                self._update_now(bucket, on_disk)
+
+    def _update_now(self, bucket: int, on_disk: deque[int]) -> None:
+        """Begin the update of a bucket inside of the backward; ``on_disk`` are ends of those by gradients that would be
+        written, which wait in memory: few may be under way."""
+        if self.buckets[bucket].homes.optimizer == "device":
+            self.instructions.append(self._once(Scheduler.update_inside, bucket, self._gradient(bucket, 0)))
+            self.updated[bucket] = ()
+            return
+        waits = self.plan.buckets[bucket].homes.spilled == "nvme"
+        if waits and len(on_disk) > LEAVING:
+            self.instructions.append(self._once(bucket_work.wait_fetch, on_disk.popleft()))
+        self._update_beside(bucket)
+        if waits:
+            on_disk.append(self.updated[bucket][-1])
 
     def _update(self) -> None:
         """The optimizer, when all gradients are there: what lives on the device beside the rest."""
