@@ -187,10 +187,10 @@ def forecast_file(
 ) -> PlanFile:
     """The plan file of a model that was compiled already: what :func:`plan_file` does after tracing."""
     frame = compiled.frame
-    found = forecast_programs(
-        [frame.programs["forward"], frame.programs["backward"]], frame.plan, machine, moments=moments
-    )
-    plan, flops = frame.plan, sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
+    # The optimizer decides where its updates run, and the forecast of programs has them behind the backward.
+    plan = replace(frame.plan, overlap="none")
+    found = forecast_programs([frame.programs["forward"], frame.programs["backward"]], plan, machine, moments=moments)
+    flops = sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
     config = compiled.config
     constraints = Constraints.of(config, plan.world_size)

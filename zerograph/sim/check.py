@@ -48,6 +48,7 @@ def check_programs(programs: Sequence[Program], plan: Plan | None = None) -> lis
     """
     checked = _Check()
     found = [wrong for program in programs for wrong in checked.program(program)]
+    found += checked.ended(programs)
     return found + list(check_step(programs, plan) if plan is not None else ())
 
 
@@ -82,14 +83,19 @@ class _Check:
         if not program.carries:
             self.alive, self.dead = set(range(program.inputs)), set()
         self.alive.update(program.given)
-        for register in set(program.given).difference(*(each.reads for each in program.instructions)):
-            name = program.contents[register].name
-            yield Wrong("reads", f"the {program.kind} is given {name}, and nothing reads it", program.kind)
         for place, instruction in enumerate(program.instructions):
             for message in self._registers(program, instruction):
                 yield Wrong.at("reads", program, place, message)
             for message in self._bucket(instruction):
                 yield Wrong.at("gathers", program, place, message)
+
+    def ended(self, programs: Sequence[Program]) -> Iterator[Wrong]:
+        """The mistakes that only all of them show."""
+        read = {register for program in programs for each in program.instructions for register in each.reads}
+        for program in programs:
+            for register in set(program.given) - read:
+                name = program.contents[register].name
+                yield Wrong("reads", f"the {program.kind} is given {name}, and nothing reads it", program.kind)
 
     def _registers(self, program: Program, instruction: Instruction) -> Iterator[str]:
         needs = _needs(instruction)

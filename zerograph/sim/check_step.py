@@ -104,8 +104,14 @@ def _reductions(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     wanted, done = Counter[TileKey](), Counter[TileKey]()
     here = Counter[int]()
-    for *_, each in _each(programs):
+    moved = {r for *_, each in _each(programs) if isinstance(each, Move) for r in each.reads}
+    for program, place, each in _each(programs):
         if isinstance(each, HostUpdate | DeviceUpdate):
+            left = [r for r in each.writes if r not in moved and program.contents[r].kind != "temporary"]
+            if left:
+                yield Wrong.at(
+                    "updates", program, place, f"writes {program.contents[left[0]].name}, which goes nowhere"
+                )
             whole = each.tiles == 1 and 0 <= each.bucket < len(plan.buckets)
             done.update(_parts(plan.buckets[each.bucket]) if whole else [(each.bucket, each.tile)])
         elif isinstance(each, Update):
@@ -146,11 +152,15 @@ def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
                 wanted = "forward" if bucket in early else "backward" if bucket in inside else "update"
                 text = f"is in the {program.kind}, and by the plan in the {wanted}" if program.kind != wanted else ""
                 updated |= {bucket} if program.kind == "backward" else set()
-            case Update(buckets=buckets) if program.kind == "backward":
-                updated.update(buckets)
+            case Update(buckets=buckets):
+                wanted = "backward" if program.kind == "backward" and inside.issuperset(buckets) else "update"
+                text = f"is in the {program.kind}, and by the plan in the {wanted}" if program.kind != wanted else ""
+                updated.update(buckets if program.kind == "backward" else ())
             case BeginUpdate(bucket=bucket):
                 updated.add(bucket)
-            case Gather() | Reduce() | WaitReduce() if program.kind == "backward" and each.bucket in updated:
+            case Gather() | WaitGather() | Free() | Reduce() | WaitReduce() | Move(what="shard") if (
+                program.kind == "backward" and each.bucket in updated
+            ):
                 text = "works for what is updated already"
             case Move(what="parameters") if plan.overlap == "delayed" and program.kind != "update":
                 text = "changes a copy while programs compute with it"
@@ -158,6 +168,14 @@ def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
                 pass
         if text:
             yield Wrong.at("overlap", program, place, text)
+    for planned in plan.buckets:
+        away = any(p.trainable and p.sharded for p in planned.params)
+        if planned.index in inside and away and planned.index not in updated and forwards:
+            yield Wrong("overlap", f"{planned.name} is not updated inside of the backward", module=planned.name)
+        if updated_late(plan, planned) and planned.homes.parameters == "device":
+            moves = (each for *_, each in _each(programs) if isinstance(each, Move) and each.what == "parameters")
+            if {each.tile for each in moves if each.bucket == planned.index} != set(range(planned.tiles)):
+                yield Wrong("overlap", f"copies of {planned.name} do not follow its update", module=planned.name)
 
 
 def _unawaited(forward: Program) -> Iterator[Wrong]:

@@ -11,6 +11,7 @@ from planner.steps import Layer, step_of
 from quick import examples
 
 from zerograph.core.files.planfile import PlanFile
+from zerograph.core.instructions import Reduce
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import OVERLAPS, GivenPlan, Homes, Overlap, Plan
 from zerograph.core.step import Op, Param, Step, Value
@@ -174,8 +175,8 @@ def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_updates_run_beside_programs_whose_forward_reduces_the_head(overlap: Overlap) -> None:
-    """Of a loss in tiles the forward makes the head's gradients."""
+def test_updates_run_beside_programs_whose_forward_makes_gradients_of_the_head(overlap: Overlap) -> None:
+    """Of a loss in tiles the backward scales and reduces them."""
     homes = Homes("device", "host", "host")
     constraints = Constraints(3, WORLD, bucket_size=MIB, prefetch=1, loss=4)
     step = replace(with_head(), loss_gradients=("d_logits", "d_weight", "grad", "d_loss"))
@@ -184,7 +185,9 @@ def test_updates_run_beside_programs_whose_forward_reduces_the_head(overlap: Ove
     buckets = tuple(replace(bucket, homes=homes) for bucket in space.plan.buckets)
     plan = replace(space.plan, buckets=buckets, overlap=overlap)
     programs = settled(sketch(space.scheduler, plan))
-    assert any(each.operation == "reduce" for each in programs[0].instructions)
+    head = len(buckets) - 1
+    reduced = [{each.bucket for each in program.instructions if isinstance(each, Reduce)} for program in programs]
+    assert reduced == [set(), set(range(head + 1)), set()]
     assert check_programs(programs, plan) == []
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from zerograph.core.files.columns import from_mixed_table, from_table, mixed_table, table
-from zerograph.core.instructions import Compute, Free, Instruction
+from zerograph.core.instructions import LINKS, Compute, Free, Instruction, Move
 from zerograph.core.plan import Param, ParamTile
 from zerograph.core.program import Program, Register, Segment
 from zerograph.core.segment_profile import SegmentProfile
@@ -101,5 +101,9 @@ def _require_places(program: Program) -> None:
     for at, each in enumerate(program.instructions):
         if not all(0 <= register < len(program.contents) for register in (*each.reads, *each.writes, *each.dead)):
             raise ValueError(f"{program.kind} instruction {at} names a register that is not there")
+        if isinstance(each, Move) and (each.source, each.target) not in LINKS:
+            raise ValueError(f"{program.kind} instruction {at} moves bytes from {each.source} to {each.target}")
+        if not -1 <= getattr(each, "bucket", -1) < max(1, len(program.buckets)):
+            raise ValueError(f"{program.kind} instruction {at} names bucket {each.bucket}, which is not there")  # type: ignore[union-attr]
         if isinstance(each, Compute) and not 0 <= each.segment < len(program.segments):
             raise ValueError(f"{program.kind} instruction {at} names segment {each.segment}, which is not there")

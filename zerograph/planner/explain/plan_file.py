@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zerograph.core.errors import InvariantError
+from zerograph.core.errors import ConfigError, InvariantError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, Machine
+from zerograph.core.placement import updated_late
 from zerograph.core.step import Step
 from zerograph.core.timeline import NOT_COUNTED
 from zerograph.planner.explain.check import require_plan
@@ -52,7 +53,7 @@ def file_from_sketch(
     Raises:
         InfeasibleError: no plan fits.
         InvariantError: the plan fails its own checks, which is a bug of the planner.
-        ConfigError: what was asked for does not exist on the machine, or at the stage.
+        ConfigError: what was asked for does not exist on the machine, or at the stage, or delays no update.
     """
     search = Search(step, constraints, machine, moments=moments)
     budget = machine.budget(constraints.world_size, reserve)
@@ -60,6 +61,11 @@ def file_from_sketch(
     if found is None:
         raise infeasible(search, step, machine, budget)
     plan, scheduler = found.plan, found.space.scheduler.fresh()
+    if plan.overlap == "delayed" and not any(updated_late(plan, bucket) for bucket in plan.buckets):
+        raise ConfigError(
+            "overlap delayed: programs read the parameters themselves, so that nothing is updated while they compute",
+            "--offload optimizer or gradients keeps copies on the device, parameters with --dtype bfloat16 on the host",
+        )
     require_plan(step, plan, _REPORT)
     forecast, holdings = forecast_sketch(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
     made = PlanFile(

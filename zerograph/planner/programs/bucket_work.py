@@ -52,11 +52,16 @@ def gradient_away(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier
     return scheduler.registers.get(key, name, part.shards.gradient, "gradient", tier)
 
 
-def earlier_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
-    """The register of reduced gradients of the step before on the host, beside those that this step makes."""
+def earlier_gradients(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) -> tuple[int, ...]:
+    """The registers of reduced gradients of the step before, beside those that this step makes: on ``tier`` those that
+    leave for it, and on the device the others."""
     part = scheduler.bucket_parts(bucket, tiles)[tile]
-    key = ("earlier", bucket, tile, tiles)
-    return scheduler.registers.get(key, f"gradient of {part.label}", part.shards.gradient, "gradient", "host")
+    leaves = part.shards.gradient if tier != "device" else 0
+    key, name = ("earlier", bucket, tile, tiles, tier), f"gradient of {part.label}"
+    found = [scheduler.registers.get((*key, "leaves"), name, leaves, "gradient", tier)] if leaves else []
+    if part.reduced > leaves:
+        found.append(scheduler.registers.get((*key, "stays"), name, part.reduced - leaves, "gradient"))
+    return tuple(found)
 
 
 def norm_register(scheduler: Scheduler) -> int:

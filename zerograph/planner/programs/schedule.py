@@ -290,13 +290,11 @@ def _phases(
     forward, backward = (
         [k for k, region in enumerate(profile.regions) if region.phase == name] for name in ("forward", "backward")
     )
-    # A loss in tiles makes gradients in the forward: those of buckets that get more in the backward wait for these.
-    later = frozenset(bucket for k in backward for part in scheduler.parts(k, at[k]) for bucket in part.gradients)
-    first = _phase(scheduler, "forward", forward, at, tiles, prefetch, saved, later)
+    # A loss in tiles makes gradients in the forward, which the backward scales and reduces.
+    first = _phase(scheduler, "forward", forward, at, tiles, prefetch, saved, reduces=False)
     yield first
     if profile.training:
-        made = {bucket: grads for bucket, grads in first.gradients.items() if bucket in later}
-        yield _phase(scheduler, "backward", backward, at, tiles, prefetch, saved, frozenset(), made)
+        yield _phase(scheduler, "backward", backward, at, tiles, prefetch, saved, first.gradients)
 
 
 def options_of(profile: Profile, options: Sequence[int]) -> list[int]:
@@ -383,11 +381,12 @@ def _phase(
     tiles: tuple[int, ...],
     prefetch: int,
     saved: SavedRegisters,
-    later: frozenset[int] = frozenset(),
     made_before: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    *,
+    reduces: bool = True,
 ) -> PhaseWork:
-    """One phase in pieces and intervals. Gradients of buckets that get some ``later`` are not ready in it, and those
-    that were ``made_before`` are reduced with those that it makes."""
+    """One phase in pieces and intervals. One that ``reduces`` gradients does so with those that were ``made_before``,
+    too."""
     parts: list[tuple[int, _RegionPart]] = []
     begins: list[int] = []
     for k in regions:
@@ -404,8 +403,9 @@ def _phase(
         starts.setdefault(interval.start, []).append(number)
     ready: dict[int, list[int]] = {}
     # Of several parts that make gradients of a bucket, the dict keeps the last: then the bucket can be reduced.
-    for bucket, at in {bucket: i for i, (_, part) in enumerate(parts) for bucket in part.gradients}.items():
-        if bucket not in tiled and bucket not in later:
+    last_made = dict.fromkeys(made_before, 0) | {b: i for i, (_, part) in enumerate(parts) for b in part.gradients}
+    for bucket, at in last_made.items():
+        if reduces and bucket not in tiled:
             ready.setdefault(at, []).append(bucket)
     pieces, gradients, whole = [], dict(made_before), 0
     for begin, end in pairwise((*cuts, len(parts))):

@@ -35,7 +35,7 @@ from zerograph.core.program import Program, ends_whole, stays_whole
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.planner.programs import bucket_work
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
-from zerograph.planner.programs.updates import slot_of, update_away, update_beside, update_late
+from zerograph.planner.programs.updates import follow_late, slot_of, update_away, update_beside, update_late
 
 T = TypeVar("T")
 
@@ -94,9 +94,9 @@ class _Sketch:
         self.late: deque[int] = deque()  # buckets that the forward is still to update, in the order of its gathers
         self.updated: dict[int, tuple[int, ...]] = {}  # buckets updated so far, with the registers of their ends
         self.updates = 0  # of states off the device, so far
-        self.followers: list[Instruction] = []  # let copies follow what was updated beside this step
-        self.earlier: tuple[int, ...] = ()  # registers of gradients by which it was,
-        self.later: tuple[int, ...] = ()  # and of those that this step makes in their places
+        self.ends: list[tuple[int, int, int, Homes, int]] = []  # of updates beside this step: of whom, and registers
+        # Buckets and tiles -> registers of gradients of the step before, where updates are a step late.
+        self.earlier: dict[tuple[int, int], tuple[int, ...]] = {}
         self.given: tuple[int, ...] = ()  # registers that the step before has filled
         for phase in scheduler.phases(plan):
             self.kind, self.instructions = phase.name, []
@@ -385,20 +385,25 @@ class _Sketch:
         return tuple(gradients)
 
     def _update_delayed(self) -> None:
-        """Begin the updates of the step before that run beside this whole step."""
-        norm = bucket_work.norm_register(self.scheduler)
-        for bucket in (b.index for b in self.plan.buckets if updated_late(self.plan, b)):
-            homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
-            for tile in range(tiles):
-                gradient = self._once(bucket_work.earlier_gradient, bucket, tile, tiles)
-                update, behind = self._once(update_late, bucket, tile, tiles, homes, self.updates, gradient, norm)
-                self.instructions.append(update)
-                self.followers += behind
-                self.given += (gradient,)
-                self.later += (self._gradient(bucket, tile),)
-                self.updates += 1
-            self.updated[bucket] = ()
-        self.earlier = self.given
+        """Begin the updates of the step before that run beside this whole step; all its gradients are there until both
+        have ended."""
+        for bucket in self.plan.buckets:
+            homes, tiles = self.buckets[bucket.index].homes, bucket.tiles
+            late = updated_late(self.plan, bucket)
+            for tile, part in enumerate(self.parts[bucket.index]):
+                if not part.reduced:
+                    continue
+                held = self._once(bucket_work.earlier_gradients, bucket.index, tile, tiles, homes.spilled)
+                self.earlier[bucket.index, tile] = held
+                self.given += held
+                if late and part.shards.gradient:
+                    key = bucket.index, tile, tiles, homes
+                    update = self._once(update_late, *key, self.updates, held[0])
+                    self.instructions.append(update)
+                    self.ends.append((*key, update.writes[0]))
+                    self.updates += 1
+            if late:
+                self.updated[bucket.index] = ()
 
     def _update_inside(self) -> None:
         """Begin the update of each bucket behind the last instruction of the backward that works for it."""
@@ -435,10 +440,13 @@ class _Sketch:
         host = [bucket for bucket in self._by_readiness() if buckets[bucket].homes.optimizer != "device"]
         update = scheduler.update([*host, *self.updated])
         here = [update] if update.sizes or not host else []
-        if self.followers:
-            self.instructions += self.followers
+        for key in self.ends:
+            self.instructions += self._once(follow_late, *key, self.norm)
+        if self.earlier:
             # The optimizer has the gradients of the step before until all of this one's are there.
-            here = [replace(update, reads=(*self.earlier, *self.later), dead=self.earlier)]
+            old = tuple(register for held in self.earlier.values() for register in held)
+            new = (self._gradient(*key) for key in self.earlier if key[0] in self.reduced)
+            here = [replace(update, reads=(*old, *new), dead=old)]
         # On a CPU the same processor updates both, one after the other; what is read for the second is read then.
         if self.rates.staging == "device":
             self.instructions += here
@@ -446,7 +454,9 @@ class _Sketch:
             tiles = buckets[bucket].tiles
             for tile, part in enumerate(self.parts[bucket]):
                 if part.shards.gradient:
-                    arrived = (self._gradient(bucket, tile),) if bucket in self.reduced else ()
+                    arrived = self.earlier.get((bucket, tile), ())[:1]
+                    if not arrived and bucket in self.reduced:
+                        arrived = (self._gradient(bucket, tile),)
                     self.instructions += self._once(
                         update_away,
                         bucket,

@@ -70,26 +70,33 @@ def update_beside(
     for at, each in enumerate(made):
         if each.operation not in ("read", "spill"):
             name = f"end of the {each.operation} of {each.label}"
-            ends.append(scheduler.registers.get(("end", each.operation, bucket, tile, tiles), name, 0, "param"))
+            ends.append(scheduler.registers.get(("end", each.operation, bucket, tile, tiles), name, 0, "temporary"))
             made[at] = replace(each, writes=(*each.writes, ends[-1]))
     return made, tuple(ends)
 
 
 def update_late(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
-) -> tuple[HostUpdate, list[Instruction]]:
-    """The update on the host beside a whole step, by a gradient of the step before; and what waits for it behind that
-    step, whose end is ``norm``, and lets the copies follow."""
-    own = replace(homes, parameters="host")  # copies elsewhere wait for the end
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int
+) -> HostUpdate:
+    """The update on the host beside a whole step, by a gradient of the step before; it writes its end."""
+    own = replace(homes, parameters="host")  # copies elsewhere wait for that
     (update,) = host_update(scheduler, bucket, tile, tiles, own, number, (gradient,), -1)
     assert isinstance(update, HostUpdate)  # states on the host pass through nothing
-    label, module = update.label, update.module
-    end = scheduler.registers.get(("end", "late", bucket, tile, tiles), f"end of the update of {label}", 0, "param")
-    update, behind = replace(update, writes=(*update.writes, end)), list[Instruction]([WaitFetch(end)])
+    name = f"end of the update of {update.label}"
+    end = scheduler.registers.get(("end", "late", bucket, tile, tiles), name, 0, "temporary")
+    return replace(update, writes=(end,))
+
+
+def follow_late(
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, end: int, norm: int
+) -> list[Instruction]:
+    """Wait for the ``end`` of :func:`update_late` behind the step beside which that ran, and let the copies follow."""
+    behind: list[Instruction] = [WaitFetch(end)]
     if homes.parameters == "device":
-        size = scheduler.bucket_parts(bucket, tiles)[tile].shards.at(homes).copies
-        behind.append(Move("host", "device", "parameters", label, module, size, (end, norm), (), (), bucket, tile))
-    return update, behind
+        part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
+        size, reads = part.shards.at(homes).copies, (end, norm) if norm >= 0 else (end,)
+        behind.append(Move("host", "device", "parameters", part.label, module, size, reads, (), (), bucket, tile))
+    return behind
 
 
 def _update_through_device(
