@@ -22,6 +22,7 @@ from zerograph.compiler.report import RecordedStep
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.files.runfile import Measured, Run
 from zerograph.core.instructions import (
+    BeginUpdate,
     Compute,
     Computing,
     Free,
@@ -300,7 +301,7 @@ def _forecast(ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecas
     for run in ran:
         instruction, program = run.instruction, run.program
         # They occupy no stream.
-        if isinstance(instruction, (Free, View, WaitFetch)):
+        if isinstance(instruction, (Free, View, WaitFetch, BeginUpdate)):
             continue
         segment = program.segments[instruction.segment] if isinstance(instruction, Compute) else None
         spans.append(
