@@ -6,7 +6,7 @@ that it runs on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -418,3 +418,8 @@ Computing = Compute | Update | TileEnd | Scale
 Timed = Computing | Collective | OffDevice
 """Instructions that occupy a stream."""
 Instruction = Timed | Wait | Free | View | BeginUpdate
+
+
+def last_work(instructions: Iterable[Instruction]) -> dict[int, int]:
+    """By bucket the place of the last instruction that works for it; -1 stands for those that work for none."""
+    return {getattr(each, "bucket", -1): place for place, each in enumerate(instructions)}

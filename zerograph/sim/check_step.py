@@ -145,6 +145,7 @@ def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
             yield from _unawaited(program)
     inside = {bucket.index for bucket in plan.buckets if plan.updated_inside(bucket)}
     updated = set[int]()  # by the backward
+    followed = dict[int, set[int]]()  # by bucket, the tiles whose copies are brought the new values
     for program, place, each in _each(programs):
         text = ""
         match each:
@@ -162,8 +163,9 @@ def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
                 program.kind == "backward" and each.bucket in updated
             ):
                 text = "works for what is updated already"
-            case Move(what="parameters") if plan.overlap == "delayed" and program.kind != "update":
-                text = "changes a copy while programs compute with it"
+            case Move(what="parameters", bucket=bucket, tile=tile) if plan.overlap == "delayed":
+                followed.setdefault(bucket, set()).add(tile)
+                text = "changes a copy while programs compute with it" if program.kind != "update" else ""
             case _:
                 pass
         if text:
@@ -172,10 +174,9 @@ def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
         away = any(p.trainable and p.sharded for p in planned.params)
         if planned.index in inside and away and planned.index not in updated and forwards:
             yield Wrong("overlap", f"{planned.name} is not updated inside of the backward", module=planned.name)
-        if updated_late(plan, planned) and planned.homes.parameters == "device":
-            moves = (each for *_, each in _each(programs) if isinstance(each, Move) and each.what == "parameters")
-            if {each.tile for each in moves if each.bucket == planned.index} != set(range(planned.tiles)):
-                yield Wrong("overlap", f"copies of {planned.name} do not follow its update", module=planned.name)
+        copied = updated_late(plan, planned) and planned.homes.parameters == "device"
+        if copied and followed.get(planned.index) != set(range(planned.tiles)):
+            yield Wrong("overlap", f"copies of {planned.name} do not follow its update", module=planned.name)
 
 
 def _unawaited(forward: Program) -> Iterator[Wrong]:

@@ -32,6 +32,7 @@ from zerograph.core.instructions import (
     WaitFetch,
     WaitGather,
     WaitReduce,
+    last_work,
 )
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
@@ -516,7 +517,7 @@ def _with_moves(instructions: Sequence[Instruction]) -> list[Instruction]:
 def _with_updates(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Let an update of each bucket that is reduced begin behind the last instruction that works for it."""
     reduced = {i.bucket for i in instructions if isinstance(i, Reduce)}
-    last = {getattr(each, "bucket", -1): place for place, each in enumerate(instructions)}
+    last = last_work(instructions)
     begins = {last[bucket]: BeginUpdate(bucket) for bucket in reduced}
     found: list[Instruction] = []
     for place, each in enumerate(instructions):

@@ -404,8 +404,8 @@ def _phase(
     ready: dict[int, list[int]] = {}
     # Of several parts that make gradients of a bucket, the dict keeps the last: then the bucket can be reduced.
     last_made = dict.fromkeys(made_before, 0) | {b: i for i, (_, part) in enumerate(parts) for b in part.gradients}
-    for bucket, at in last_made.items():
-        if reduces and bucket not in tiled:
+    for bucket, at in last_made.items() if reduces else ():
+        if bucket not in tiled:
             ready.setdefault(at, []).append(bucket)
     pieces, gradients, whole = [], dict(made_before), 0
     for begin, end in pairwise((*cuts, len(parts))):

@@ -27,6 +27,7 @@ from zerograph.core.instructions import (
     Instruction,
     Reduce,
     WaitFetch,
+    last_work,
 )
 from zerograph.core.machine import Tier
 from zerograph.core.placement import updated_late
@@ -407,12 +408,12 @@ class _Sketch:
 
     def _update_inside(self) -> None:
         """Begin the update of each bucket behind the last instruction of the backward that works for it."""
-        last = {getattr(each, "bucket", -1): at for at, each in enumerate(self.instructions)}
+        last = last_work(self.instructions)
         backward, self.instructions = self.instructions, []
         ended: dict[int, list[int]] = {}
         for bucket in self.reduced:
             if bucket in self.inside and any(part.shards.gradient for part in self.parts[bucket]):
-                # The forward reduces the head's gradients of a loss in tiles, and the backward may do nothing for it.
+                # The forward reduces a head that is in tiles with its loss, and the backward may do nothing for it.
                 ended.setdefault(last.get(bucket, -1), []).append(bucket)
         on_disk = deque[int]()
         for at in range(-1, len(backward)):
