@@ -115,9 +115,9 @@ Status IoEngine::submit(Direction direction, const std::vector<Segment>& segment
   return queue_->submit(direction, segments, priority, ticket);
 }
 
-Status IoEngine::wait(std::uint64_t ticket, double timeout) {
+Status IoEngine::wait(std::uint64_t ticket, double timeout, IoTimes* times) {
   ZG_TRY(check_owner());
-  return queue_->wait(ticket, timeout, interrupted_);
+  return queue_->wait(ticket, timeout, interrupted_, times);
 }
 
 Status IoEngine::done(std::uint64_t ticket, bool& out) {

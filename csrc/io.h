@@ -55,6 +55,12 @@ struct IoStats {
   std::uint64_t bytes_staged = 0;                   // of them, through staging buffers
 };
 
+// When a request's first transfer was begun and its last one ended, by now(): 0 where nothing was to be
+// moved.
+struct IoTimes {
+  std::int64_t began = 0, ended = 0;
+};
+
 // For tests: the `nth` transfer of that kind from now on (1 is the next), and the `times` - 1 that follow, do not
 // happen as the kernel would have them.
 struct Fault {
@@ -93,7 +99,7 @@ class IoEngine {
 
   Status submit(Direction direction, const std::vector<Segment>& segments, Priority priority, std::uint64_t& ticket);
   // What became of it. After an answer other than timeout or interrupted the ticket is forgotten. Seconds, below 0: ever.
-  Status wait(std::uint64_t ticket, double timeout);
+  Status wait(std::uint64_t ticket, double timeout, IoTimes* times = nullptr);
   Status done(std::uint64_t ticket, bool& out);
   // Drops what has not been started and returns when the rest is done: then the memory is the caller's again.
   // `cancelled`: something was dropped (wait then says Code::cancelled). A write that was cut off leaves its range

@@ -7,6 +7,8 @@
 #include <chrono>
 #include <utility>
 
+#include "clock.h"
+
 namespace zg {
 
 namespace {
@@ -61,6 +63,7 @@ struct IoRequest {
   Status status;                    // of a cancellation
   const IoPiece* failed = nullptr;  // the first one
   int error = 0;                    // its errno; 0: nothing more moved
+  IoTimes times;
   std::condition_variable changed;
 };
 
@@ -286,7 +289,7 @@ void IoQueue::raise(IoRequest& request, Priority priority) {
 // ---------------------------------------------------------------------------------------------------------------
 // Waiting
 
-Status IoQueue::wait(std::uint64_t ticket, double timeout, Interrupted interrupted) {
+Status IoQueue::wait(std::uint64_t ticket, double timeout, Interrupted interrupted, IoTimes* times) {
   std::unique_lock lock(mutex_);
   const auto found = requests_.find(ticket);
   if (found == requests_.end())
@@ -309,6 +312,7 @@ Status IoQueue::wait(std::uint64_t ticket, double timeout, Interrupted interrupt
       if (stop) return fail(Code::interrupted, "interrupted");
     }
   }
+  if (times != nullptr) *times = request->times;
   requests_.erase(ticket);
   if (finished_.size() > 2 * requests_.size() + 64)
     std::erase_if(finished_, [&](std::uint64_t id) { return requests_.count(id) == 0; });
@@ -359,6 +363,7 @@ void IoQueue::drop(IoRequest& request) {
 
 void IoQueue::complete(IoRequest& request) {
   request.done = true;
+  if (request.times.began != 0) request.times.ended = now();
   for (const auto& file : request.files) --file->users;
   finished_.push_back(request.id);
   for (const Owner& dependent : request.dependents)
@@ -400,6 +405,7 @@ IoPiece* IoQueue::pick() {
     IoPiece& piece = *(take_staged ? level.staged : level.direct).front();
     move_to(piece.request->aside, piece);
     --piece.request->queued;
+    if (piece.request->times.began == 0) piece.request->times.began = now();
     piece.taken = true;
     piece.level = priority;
     if (priority == Priority::later) ++running_later_;

@@ -80,7 +80,7 @@ class IoQueue {
                 std::uint32_t& file);
   Status detach(std::uint32_t file);
   Status submit(Direction direction, const std::vector<Segment>& segments, Priority priority, std::uint64_t& ticket);
-  Status wait(std::uint64_t ticket, double timeout, Interrupted interrupted);
+  Status wait(std::uint64_t ticket, double timeout, Interrupted interrupted, IoTimes* times = nullptr);
   Status done(std::uint64_t ticket, bool& out);
   Status cancel(std::uint64_t ticket, bool& cancelled);
   void finished(std::vector<std::uint64_t>& tickets);

@@ -64,6 +64,7 @@ class Ticket {
  public:
   ~Ticket();
   bool done() const { return job_->done(); }
+  std::int64_t ended() const { return job_->ended(); }  // by now(); 0 while it runs
   Status wait(bool& nonfinite);
 
  private:

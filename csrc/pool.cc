@@ -9,6 +9,8 @@
 #include <string>
 #include <system_error>
 
+#include "clock.h"
+
 namespace zg {
 
 namespace {
@@ -93,6 +95,7 @@ void Job::run() {
       std::lock_guard lock(mutex_);
       if (thrown_ == nullptr) thrown_ = std::current_exception();
     }
+    ended_.store(now(), std::memory_order_relaxed);
     if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       std::lock_guard lock(mutex_);
       finished_.notify_all();

@@ -30,6 +30,9 @@ class Job {
  public:
   bool done() const { return left_.load(std::memory_order_acquire) == 0; }
 
+  // When its last piece ended, by now(); 0 while it is not done.
+  std::int64_t ended() const { return done() ? ended_.load(std::memory_order_relaxed) : 0; }
+
   // Helps, then waits. Fails if a piece threw, or if this job was submitted before a fork of which this is the child.
   Status wait();
 
@@ -44,6 +47,7 @@ class Job {
   std::size_t pieces_;
   std::function<void(std::size_t)> work_;
   std::atomic<std::size_t> next_{0}, left_;
+  std::atomic<std::int64_t> ended_{0};
   std::mutex mutex_;
   std::condition_variable finished_;
   std::exception_ptr thrown_;  // by the first piece that did

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from zerograph.core.files.planfile import Holding, PassRecord, PlanFile, Reason
-from zerograph.core.files.runfile import Beside, Measured, Run
+from zerograph.core.files.runfile import Beside, Measured, Run, move_key
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.step import Param
@@ -35,12 +35,14 @@ def play(tasks: Sequence[Task], holdings: Sequence[Holding] = (), not_counted: t
 
 def run_of(file: PlanFile, times: float = 2.0) -> Run:
     """A run of ``file`` that took ``times`` as long, in the segments of another process and hence of other digests."""
-    spans, segments = [], {}
+    spans, segments, moves = [], {}, {}
     collectives: dict[str, dict[int, float]] = {"gather": {}, "reduce": {}}
     for span in file.forecast.spans:
         seconds, key = times * (span.end - span.start), span.key
         if span.stream in collectives:
             collectives[span.stream][span.bucket] = seconds
+        elif span.what:
+            moves[move_key(span.operation, span.what, span.bucket, span.label)] = seconds
         elif span.key:
             segments[key := f"run's {span.key}"] = seconds
         begin, end = times * span.start, times * span.end
@@ -52,7 +54,7 @@ def run_of(file: PlanFile, times: float = 2.0) -> Run:
         (times * (s.end - s.start) for s in file.forecast.spans if s.operation == "update" and s.stream == "compute"),
         None,
     )
-    measured = Measured(segments, collectives["gather"], collectives["reduce"], update)
+    measured = Measured(segments, collectives["gather"], collectives["reduce"], update, moves)
     run = Forecast(tuple(spans), memory, {t: replace(peak, task=0) for t, peak in file.forecast.peaks.items()})
     return Run(file.plan.digest, file.machine.device, run, measured)
 

@@ -96,6 +96,9 @@ class TensorSet:
 class Ticket:
     """A step that runs beside its caller. A ticket that is dropped waits as well."""
 
+    @property
+    def ended(self) -> int:
+        """When it was done, in nanoseconds since 1970; 0 while it runs."""
     def done(self) -> bool: ...
     def wait(self) -> bool:
         """True if a gradient was not finite. RuntimeError in a process that was forked after the step began."""
@@ -169,7 +172,9 @@ class IoEngine:
     def submit(
         self, direction: Direction, segments: Sequence[tuple[int, int, int, int, bool]], priority: Priority
     ) -> int: ...
-    def wait(self, ticket: int, timeout: float = -1.0) -> None: ...
+    def wait(self, ticket: int, timeout: float = -1.0) -> tuple[int, int]:
+        """When it began and ended to move bytes, in nanoseconds since 1970; both 0 where there were none."""
+
     def done(self, ticket: int) -> bool: ...
     def cancel(self, ticket: int) -> bool: ...
     def finished(self) -> list[int]: ...

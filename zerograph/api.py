@@ -166,10 +166,10 @@ class Backend:
 
     def _open_arena(self, size: int) -> Arena | None:
         held = sum(arena.size for arena in {self._store.room.opened, *self._store.saved.arenas} if arena is not None)
-        left = self._planner.room - held
+        left, timings = self._planner.room - held, self._store.timings
         if self.config.nvme:  # all at once
-            return None if held else Arena(self.config.path, self.config.nvme)
-        return Arena(self.config.path, min(size, left)) if left > 0 else None
+            return None if held else Arena(self.config.path, self.config.nvme, timings=timings)
+        return Arena(self.config.path, min(size, left), timings=timings) if left > 0 else None
 
     def refresh(self) -> None:
         """Gather parameters anew, after a change that no version counter shows (``.data``, ``torch._foreach_mul_``).

@@ -118,7 +118,9 @@ void bind_engine(py::module_& m) {
       .def(
           "wait",
           [](IoEngine& engine, std::uint64_t ticket, double timeout) {
-            run([&] { return engine.wait(ticket, timeout); });
+            IoTimes times;
+            run([&] { return engine.wait(ticket, timeout, &times); });
+            return std::pair(times.began, times.ended);
           },
           py::arg("ticket"), py::arg("timeout") = -1.0)
       .def(

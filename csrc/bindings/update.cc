@@ -77,6 +77,7 @@ void bind_steps(py::module_& m) {
            py::arg("steps"));
   py::class_<Ticket, TicketHolder>(m, "Ticket", "A step that runs beside its caller.")
       .def("done", &Ticket::done)
+      .def_property_readonly("ended", &Ticket::ended)
       .def("wait", &wait);
   m.def(
       "update",

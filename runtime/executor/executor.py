@@ -251,7 +251,7 @@ class Executor:
             registers[register] = tensor
 
     def _spill_saved(self, instruction: Move, registers: list[Any]) -> None:
-        away = self.store.saved.spill([registers[r] for r in instruction.reads], instruction.target)
+        away = self.store.saved.spill([registers[r] for r in instruction.reads], instruction.target, instruction.label)
         for register, tensor in zip(instruction.writes, away, strict=True):
             registers[register] = tensor
 
@@ -261,7 +261,7 @@ class Executor:
             registers[out] = self.store.saved.copy_up(registers[instruction.reads[0]])
         else:
             away = [registers[r] for r in instruction.reads]
-            registers[out] = self.store.saved.fetch(away, instruction.source)
+            registers[out] = self.store.saved.fetch(away, instruction.source, instruction.label)
 
     def _spill(self, instruction: Move, registers: list[Any]) -> None:
         there: list[Tensor | None] = [registers[r] for r in instruction.reads[: len(instruction.params)]]

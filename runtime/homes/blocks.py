@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zerograph.runtime.homes.extents import ALIGNMENT
+from zerograph.runtime.timings import Purpose
 
 UNIT = ALIGNMENT // 2
 """Elements: transfers of extents begin and end at multiples, whole blocks of the disk in any dtype of two bytes or
@@ -52,6 +53,10 @@ class Block:
             begins[param], ends[param] = end, end + count
             end += -(-count // _APART) * _APART
         return cls(name, dtype, begins, ends, -(-end // UNIT) * UNIT)
+
+    def purpose(self, what: str) -> Purpose:
+        """That of ``what`` of its shards, for recordings."""
+        return Purpose(what, next(iter(self.begins)))
 
     def runs(self, names: Collection[str]) -> Iterator[ShardRun]:
         """``names`` in as few runs as can be; a run that ends with the block has its padding too."""

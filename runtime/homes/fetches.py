@@ -149,7 +149,7 @@ class Fetches:
         self, extent: Extent, block: Block, dtype: torch.dtype, run: ShardRun, under_way: list[Ticket]
     ) -> dict[str, Tensor]:
         memory = self._buffers.take((run.end - run.begin) * dtype.itemsize).view(dtype)
-        under_way.append(self._room.arena.read(extent, memory, Priority.now, offset=run.begin * dtype.itemsize))
+        under_way.append(self._begin(extent, block, memory, run.begin))
         found = {}
         for name in run.names:
             like = self._locations.local(name)
@@ -168,8 +168,13 @@ class Fetches:
         first = block.begins[tile.name] + tile.begin * like.stride(0)
         begin, end = first // UNIT * UNIT, -(-(first + rows.numel()) // UNIT) * UNIT
         memory = self._buffers.take((end - begin) * dtype.itemsize).view(dtype)
-        under_way.append(self._room.arena.read(extent, memory, Priority.now, offset=begin * dtype.itemsize))
+        under_way.append(self._begin(extent, block, memory, begin))
         return memory[first - begin :][: rows.numel()].view(rows.shape)
+
+    def _begin(self, extent: Extent, block: Block, memory: Tensor, begin: int) -> Ticket:
+        """Begin to read what ``extent`` has of ``block``, from the element ``begin`` on."""
+        offset = begin * memory.itemsize
+        return self._room.arena.read(extent, memory, Priority.now, offset=offset, purpose=block.purpose("shard"))
 
     @property
     def bytes(self) -> int:

@@ -28,8 +28,10 @@ from torch import Tensor
 import zerograph._core as _core
 from zerograph._core import CancelledError, Direction, Priority
 from zerograph.core.errors import StorageError
+from zerograph.core.timeline import Stream
 from zerograph.core.units import format_bytes
 from zerograph.runtime.homes.extents import ALIGNMENT, Extent, FreeList
+from zerograph.runtime.timings import Purpose, Timings
 
 __all__ = ["ALIGNMENT", "STRIPE", "Arena", "CancelledError", "Extent", "Priority", "Ticket", "huge_tensor"]
 
@@ -52,6 +54,7 @@ class Ticket:
     tensor: Tensor | None
     offset: int
     bytes: int
+    purpose: Purpose | None = None
     error: Exception | None = None
     settled: bool = False
     unseen: bool = False
@@ -63,7 +66,8 @@ class Arena:
 
     ``stripe`` bytes lie on one path before the next follows, ``depth`` transfers are in flight at most, each at most
     ``block`` bytes long. Memory that is not aligned goes through ``buffers`` staging buffers of ``buffer`` bytes.
-    ``direct=False`` goes through the page cache. A context manager: leaving it closes it.
+    ``direct=False`` goes through the page cache. ``timings`` hears of transfers that were waited for. A context
+    manager: leaving it closes it.
 
     Raises:
         StorageError: a folder cannot be written, has no room, is a symbolic link, or is reached through one that
@@ -83,6 +87,7 @@ class Arena:
         buffers: int = 8,
         engine: str | None = None,
         direct: bool = True,
+        timings: Timings | None = None,
     ) -> None:
         if isinstance(paths, (str, Path)) or not paths:
             raise ValueError(f"paths must be a list of folders, got {paths!r}")
@@ -93,6 +98,7 @@ class Arena:
         # Whole stripes on every folder: all slabs have the same size.
         unit = ALIGNMENT if len(paths) == 1 else stripe * len(paths)
         self.stripe, self.size = stripe, -(-size // unit) * unit
+        self._timings = timings or Timings()
         with _explained():
             name = engine or os.environ.get("ZEROGRAPH_IO") or "auto"
             self._engine = _core.IoEngine(name, depth=depth, block=block, buffer=buffer, buffers=buffers)
@@ -186,22 +192,46 @@ class Arena:
 
     # ---- transfers
 
-    def write(self, extent: Extent, tensor: Tensor, priority: Priority = Priority.later, *, offset: int = 0) -> Ticket:
+    def write(
+        self,
+        extent: Extent,
+        tensor: Tensor,
+        priority: Priority = Priority.later,
+        *,
+        offset: int = 0,
+        purpose: Purpose | None = None,
+    ) -> Ticket:
         """Begin to write ``tensor``, contiguous and in host memory, to ``extent`` from byte ``offset`` on.
 
         Memory at a multiple of the disk's alignment (``huge_tensor`` has it) is used directly; other memory is copied
         through staging buffers, as are sizes and offsets that are no whole blocks.
         """
-        return self._submit(Direction.write, extent, tensor, priority, offset)
+        return self._submit(Direction.write, extent, tensor, priority, offset, purpose)
 
-    def read(self, extent: Extent, tensor: Tensor, priority: Priority = Priority.now, *, offset: int = 0) -> Ticket:
+    def read(
+        self,
+        extent: Extent,
+        tensor: Tensor,
+        priority: Priority = Priority.now,
+        *,
+        offset: int = 0,
+        purpose: Purpose | None = None,
+    ) -> Ticket:
         """Begin to fill ``tensor``, contiguous and in host memory, from ``extent`` from byte ``offset`` on."""
-        return self._submit(Direction.read, extent, tensor, priority, offset)
+        return self._submit(Direction.read, extent, tensor, priority, offset, purpose)
 
-    def _submit(self, direction: Direction, extent: Extent, tensor: Tensor, priority: Priority, offset: int) -> Ticket:
+    def _submit(
+        self,
+        direction: Direction,
+        extent: Extent,
+        tensor: Tensor,
+        priority: Priority,
+        offset: int,
+        purpose: Purpose | None,
+    ) -> Ticket:
         size = self._check(extent, tensor, offset)
         self._reap()
-        ticket = Ticket(None, direction, tensor, extent.offset + offset, size)
+        ticket = Ticket(None, direction, tensor, extent.offset + offset, size, purpose)
         if size == 0:
             ticket.settled, ticket.tensor = True, None
             return ticket
@@ -297,7 +327,9 @@ class Arena:
             return
         try:
             with _explained():
-                self._engine.wait(ticket.id, timeout)
+                times = self._engine.wait(ticket.id, timeout)
+            stream: Stream = "nvme_read" if ticket.direction is Direction.read else "nvme_write"
+            self._timings.add(stream, ticket.purpose, *times)
         except (StorageError, CancelledError) as error:
             # Tracebacks hold the tensors of whoever came across it.
             ticket.error, error.__context__ = error.with_traceback(None), None

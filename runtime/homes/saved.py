@@ -30,6 +30,7 @@ from zerograph.runtime.homes.extents import ALIGNMENT, Extent
 from zerograph.runtime.homes.host import HostMemory, Transfer
 from zerograph.runtime.homes.nvme import Arena, Priority, Ticket
 from zerograph.runtime.homes.store import mapped_tensor
+from zerograph.runtime.timings import Purpose
 from zerograph.runtime.torch_private import memory_is_unshared
 
 log = logging.getLogger(__name__)
@@ -91,10 +92,11 @@ class SavedActivations:
         self._rising: list[Transfer] = []
         self._told = False
 
-    def spill(self, tensors: Sequence[Tensor], tier: Tier) -> list[Tensor]:
+    def spill(self, tensors: Sequence[Tensor], tier: Tier, whose: str = "") -> list[Tensor]:
         """Begin to move ``tensors``, which nobody writes to any more; returns what stands for them.
 
         To NVMe they go from the host's memory, to which an earlier call has brought them where it is not the device's.
+        Recordings name ``whose`` they are.
 
         Raises:
             StorageError: a transfer failed.
@@ -104,7 +106,7 @@ class SavedActivations:
         for span in _spans(tensors):
             if _stays(tensors, span):
                 continue
-            home = self._to_nvme(span.bytes) if tier == "nvme" else self._to_host(span.bytes)
+            home = self._to_nvme(span.bytes, whose) if tier == "nvme" else self._to_host(span.bytes)
             if home is not None:
                 for k in span.members:
                     found[k] = _as(tensors[k], span.bytes, home)
@@ -124,23 +126,23 @@ class SavedActivations:
         begun.append([])
         return begun
 
-    def _to_nvme(self, source: Tensor) -> Tensor | None:
+    def _to_nvme(self, source: Tensor, whose: str) -> Tensor | None:
         slot = self._free_slot(source.nbytes)
         if slot is None:
             return None
         home = mapped_tensor(slot.arena, slot.extent, torch.uint8, (source.nbytes,))
         self._at[home.data_ptr()] = slot
-        self._writes[-1].append(self._write(slot, source))
+        self._writes[-1].append(self._write(slot, source, Purpose("activations", whose)))
         return home
 
-    def _write(self, slot: _SavedExtent, source: Tensor) -> Callable[[], None]:
+    def _write(self, slot: _SavedExtent, source: Tensor, purpose: Purpose) -> Callable[[], None]:
         """Begin to write ``source``, which may be on its way to the host; returns what waits for that."""
         host = self._host()
         if host is None:
-            return partial(slot.arena.wait, slot.arena.write(slot.extent, source))
+            return partial(slot.arena.wait, slot.arena.write(slot.extent, source, purpose=purpose))
         assert host.after_copies is not None  # NVMe behind an accelerator is refused
         tickets: list[Ticket] = []
-        begun = host.after_copies(lambda: tickets.append(slot.arena.write(slot.extent, source)))
+        begun = host.after_copies(lambda: tickets.append(slot.arena.write(slot.extent, source, purpose=purpose)))
 
         def written() -> None:
             begun.result()
@@ -203,17 +205,17 @@ class SavedActivations:
         self._copies[-1].append(host.start([(source, home)]))
         return home
 
-    def fetch(self, away: Sequence[Tensor], tier: Tier) -> Returning:
+    def fetch(self, away: Sequence[Tensor], tier: Tier, whose: str = "") -> Returning:
         """Begin to bring back what ``away`` stand for; what was left on the device, or a hook has brought back, is
         there."""
-        found = Returning(list(away), away, [], [])
+        found, purpose = Returning(list(away), away, [], []), Purpose("activations", whose)
         if tier == "host":
             return self.copy_up(found)
         for span in _spans(away):
             slot = None if _stays(away, span) else self._slot_of(span.bytes)
             if slot is not None:
                 target = _memory(span.bytes.nbytes)
-                found.reads.append((slot.arena, slot.arena.read(slot.extent, target, Priority.now)))
+                found.reads.append((slot.arena, slot.arena.read(slot.extent, target, Priority.now, purpose=purpose)))
                 for k in span.members:
                     found.here[k] = _as(away[k], span.bytes, target)
         return found

@@ -40,6 +40,7 @@ from zerograph.runtime.homes.saved import SavedActivations
 from zerograph.runtime.homes.slots import Slots
 from zerograph.runtime.homes.states import StateHome
 from zerograph.runtime.homes.store import mapped_tensor
+from zerograph.runtime.timings import Timings
 from zerograph.runtime.torch_private import local_tensor, set_local, versions
 
 
@@ -57,13 +58,14 @@ class ShardStore:
         early: parameters that were filled there before anything was planned.
         saved: activations that wait for the backward off the device.
         unsettled: delayed updates that are under way, which live until they are settled.
+        timings: of transfers and updates, for recordings.
         half_done: by optimizer, why its last update changed a part of its parameters; until it loads a checkpoint.
     """
 
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena | None]) -> None:
         """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many
         bytes, None where there may be no more."""
-        self.locations = Locations(params)
+        self.locations, self.timings = Locations(params), Timings()
         self.room = ArenaRoom(open_arena, self._reclaim)
         self.slots = Slots(self.room, self.locations, self.wait_for_gradients)
         self.gradients = GradientHome(self.room, self.locations, self.slots)

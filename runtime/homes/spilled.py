@@ -267,20 +267,20 @@ class SpilledGradients:
         ragged = run.begin % UNIT or run.end % UNIT
         if ragged:
             self._written()  # also what else writes to the same block of the disk
-        most = len(self._ring[0].view(block.dtype))
+        most, purpose = len(self._ring[0].view(block.dtype)), block.purpose("gradient")
         for begin in range(run.begin, run.end, most):
             end, offset = min(begin + most, run.end), begin * block.dtype.itemsize
             self._settle(self._turn)
             chunk = self._ring[self._turn].view(block.dtype)[: end - begin]
             if add:
-                self._arena.wait(self._arena.read(extent, chunk, offset=offset))
+                self._arena.wait(self._arena.read(extent, chunk, offset=offset, purpose=purpose))
             for name, grad in flat.items():
                 first, last = max(begin, begins[name]), min(end, begins[name] + len(grad))
                 if first < last:
                     part = grad[first - begins[name] : last - begins[name]]
                     into = chunk[first - begin : last - begin]
                     into.add_(part) if add else into.copy_(part)
-            self._under_way[self._turn] = self._arena.write(extent, chunk, offset=offset)
+            self._under_way[self._turn] = self._arena.write(extent, chunk, offset=offset, purpose=purpose)
             self._turn = (self._turn + 1) % len(self._ring)
         if ragged:
             self._written()

@@ -20,7 +20,7 @@ import zerograph
 from zerograph.compiler.recording import Recording
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.files.planfile import PlanFile
-from zerograph.core.files.runfile import Measured, Run
+from zerograph.core.files.runfile import Measured, Run, move_key
 from zerograph.core.instructions import Update
 from zerograph.core.machine import machine_named
 from zerograph.dryrun.forecast import plan_file
@@ -145,6 +145,57 @@ def test_large_logits_are_forecast_and_budgets_kept(rows: int) -> None:
         for forecast, recorded, budget in found:
             assert forecast == pytest.approx(recorded, rel=0.05)
             assert not budget or recorded <= budget
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "behind": {},
+    "inside": {"overlap": True, "skip_nonfinite": False},
+    "beside the next forward": {"overlap": "forward"},
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_what_moves_to_and_from_nvme_is_recorded(kind: str, tmp_path: Path) -> None:
+    model = Stack(layers=4, width=256)
+    backend = zerograph.backend(offload="parameters", path=str(tmp_path), nvme="64MiB", bucket_size="300kB")
+    model.compile(backend=backend)
+    optimizer = zerograph.optim.AdamW(model.parameters(), **STEPS[kind])
+
+    def step() -> None:
+        model(torch.randn(64, 256)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    with backend.record() as recording:
+        step()
+        optimizer.settle()
+    told = [span for span in recording.forecast.spans if span.what]
+    moved: dict[str, set[tuple[int, str]]] = {}
+    for span in told:
+        assert span.end > span.start >= 0 and span.label == f"layers.{span.bucket}"
+        moved.setdefault(f"{span.operation} {span.what}", set()).add((span.bucket, span.phase))
+    updated = {(bucket, "update") for bucket in range(4)}
+    assert moved.pop("read states") == moved.pop("update states") == moved.pop("write states") == updated
+    # The first layer passes no gradient on, and is not gathered again.
+    assert moved.pop("read shard") == {*((b, "forward") for b in range(4)), *((b, "backward") for b in (1, 2, 3))}
+    if kind != "inside":  # there updates take gradients before they leave
+        assert moved.pop("write gradient") == {(bucket, "backward") for bucket in range(4)}
+    assert not moved
+
+    measured, found = recording.measured, recording.predicted(machine_named("cpu")).forecast
+    assert {f"update states {b}" for b in range(4)} <= measured.moves.keys()
+    spans = [span for span in found.spans if span.what]
+    for span in spans:
+        seconds = measured.moves[move_key(span.operation, span.what, span.bucket, span.label)]
+        assert span.end - span.start == pytest.approx(seconds)
+    last = max(span.end for span in found.spans if span.operation == "compute")
+    began = [span.start < last for span in spans if span.operation == "update"]
+    assert len(began) == 4 and any(began) is (kind == "inside")
+    path = tmp_path / "run.json"
+    recording.save(path)
+    assert Run.from_json(path.read_text()).measured == measured
 
 
 def _groups() -> None:

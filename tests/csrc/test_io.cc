@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "clock.h"
 #include "huge.h"
 #include "io.h"
 #include "refuse.h"
@@ -140,6 +141,26 @@ TEST_CASE("many threads at once, with faults, cancellations and early ends") {
     REQUIRE(rig.engine->close().ok());
     std::uint64_t ticket = 0;
     CHECK(rig.engine->submit(Direction::read, {}, Priority::now, ticket).code == Code::invalid);
+  }
+}
+
+TEST_CASE("a request tells when it moved bytes") {
+  for (const std::string& name : engines()) {
+    Rig rig(name);
+    const auto sent = noise(4 * kMiB, 5);
+    const std::int64_t begin = now();
+    const std::uint64_t ticket = rig.begin(Direction::write, sent.data(), 0, sent.size());
+    for (bool done = false; !done;) REQUIRE(rig.engine->done(ticket, done).ok());
+    const std::int64_t end = now();
+    IoTimes times;
+    CHECK(rig.engine->wait(ticket, -1, &times).ok());
+    CHECK(begin <= times.began);
+    CHECK(times.began < times.ended);
+    CHECK(times.ended <= end);
+    const std::uint64_t nothing = rig.begin(Direction::read, sent.data(), 0, 0);
+    CHECK(rig.engine->wait(nothing, -1, &times).ok());
+    CHECK(times.began == 0);
+    CHECK(times.ended == 0);
   }
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from zerograph.compiler.frame import Frame, last_frame
 from zerograph.compiler.report import RecordedStep
+from zerograph.compiler.under_way import UnderWay, length, seconds_of, under_way, union
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.files.runfile import Measured, Run
 from zerograph.core.instructions import (
@@ -28,6 +29,7 @@ from zerograph.core.instructions import (
     Free,
     Gather,
     Instruction,
+    Move,
     Reduce,
     Update,
     View,
@@ -71,7 +73,8 @@ class Recording:
 
     Attributes:
         forecast: the step in the schema of a forecast. The peak is of this rank.
-        measured: seconds of each distinct segment, and of each bucket's collectives, to forecast with.
+        measured: seconds of each distinct segment, of each bucket's collectives and of what moved to and from NVMe, to
+            forecast with.
     """
 
     forecast: Forecast
@@ -120,6 +123,7 @@ class Recording:
         self._held = _held(self._params, self._optimizers(), self._runtime.store)
         self._profile.start()
         self._runtime.telemetry.recording = True
+        self._runtime.store.timings.begin()
         return self
 
     def __exit__(self, failed: object, *_: object) -> None:
@@ -130,17 +134,23 @@ class Recording:
         """
         self._runtime.telemetry.recording = False
         self._profile.stop()
+        timings = self._runtime.store.timings.take()
         if failed is not None:
             return
         events = list(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
         del self._profile  # and with it every event
         self._frame, ran, updates = self._instructions(events)
-        self._kept = _kept(self._frame.plan, self._params, self._optimizers())
-        program = update_program(self._frame.plan, self._kept)
+        optimizers = self._optimizers()
+        self._kept = _kept(self._frame.plan, self._params, optimizers)
+        inside = any(getattr(optimizer, "overlap", False) is True for optimizer in optimizers)
+        self._plan = replace(self._frame.plan, overlap="backward") if inside else self._frame.plan
+        program = update_program(self._plan, self._kept)
         ran += [_Ran(program, program.instructions[0], *times) for times in updates]
         ran = _without_kept(ran)
-        self.measured = _measured(ran)
-        self.forecast = _forecast(ran, self._memory(events))
+        backward = next(r.start for r in ran if r.program.kind == "backward")
+        moves = under_way(timings, self._frame.plan, backward)
+        self.measured = _measured(ran, moves, list(self._frame.programs.values()))
+        self.forecast = _forecast(ran, moves, self._memory(events))
 
     def predicted(self, machine: Machine) -> ProgramForecast:
         """The forecast of the same programs with this run's seconds in place of the rates of ``machine``."""
@@ -152,7 +162,7 @@ class Recording:
 
     def _simulated(self, machine: Machine, measured: Measured | None) -> ProgramForecast:
         programs = [self._frame.programs["forward"], self._frame.programs["backward"]]
-        return forecast_programs(programs, self._frame.plan, machine, kept=self._kept, measured=measured)
+        return forecast_programs(programs, self._plan, machine, kept=self._kept, measured=measured)
 
     def beside_forecast(self) -> RecordedStep:
         """This run, its forecast by the machine's rates, and the one that its own seconds give."""
@@ -249,7 +259,7 @@ def _kept(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Sequence[O
     return kept
 
 
-def _measured(ran: Sequence[_Ran]) -> Measured:
+def _measured(ran: Sequence[_Ran], moves: Sequence[UnderWay], programs: Sequence[Program]) -> Measured:
     segments: dict[str, list[float]] = {}
     gathers: dict[int, list[float]] = {}
     reduces: dict[int, list[float]] = {}
@@ -269,8 +279,16 @@ def _measured(ran: Sequence[_Ran]) -> Measured:
         segments={digest: _mean(seconds) for digest, seconds in segments.items()},
         gathers={bucket: _mean(seconds) for bucket, seconds in gathers.items()},
         reduces={bucket: _mean(seconds) for bucket, seconds in reduces.items()},
-        update=sum(run.seconds for run in ran if isinstance(run.instruction, Update)),
+        update=_beside(ran, moves),
+        moves=seconds_of(moves, programs),
     )
+
+
+def _beside(ran: Sequence[_Ran], moves: Sequence[UnderWay]) -> float:
+    """Seconds of updates in which nothing passed through slots."""
+    updates = [(run.start, run.end) for run in ran if isinstance(run.instruction, Update)]
+    away = list(union(times for move in moves if move.phase == "update" for times in move.times))
+    return length(union([*updates, *away])) - length(away)
 
 
 def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:
@@ -294,23 +312,32 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _forecast(ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecast:
-    """The run as a timeline that starts with its first instruction. A transfer has two spans: start and wait."""
+def _forecast(ran: Sequence[_Ran], moves: Sequence[UnderWay], memory: Sequence[tuple[int, int]]) -> Forecast:
+    """The run as a timeline that starts with its first instruction. A collective has two spans: start and wait."""
     origin = ran[0].start
-    spans: list[Span] = []
+    told = [*_spans(ran), *(span for move in moves for span in move.spans())]
+    spans = [
+        replace(span, task=task, start=max(0, begin - origin) / 1e9, end=max(0, end - origin) / 1e9)
+        for task, ((begin, end), span) in enumerate(sorted(told, key=lambda each: each[0]))
+    ]
+    return Forecast(tuple(spans), *_curve(spans, memory, origin), not_counted=NOT_COUNTED)
+
+
+def _spans(ran: Sequence[_Ran]) -> Iterator[tuple[tuple[int, int], Span]]:
+    """Each instruction that occupied a stream, without task, start and end."""
     for run in ran:
         instruction, program = run.instruction, run.program
-        # They occupy no stream.
-        if isinstance(instruction, (Free, View, WaitFetch, BeginUpdate)):
+        if isinstance(instruction, (Free, View, WaitFetch, BeginUpdate)) or _is_told(instruction):
             continue
         segment = program.segments[instruction.segment] if isinstance(instruction, Compute) else None
-        spans.append(
+        yield (
+            (run.start, run.end),
             Span(
-                len(spans),
+                0,
                 program.name(instruction),
                 instruction.stream or _WAITS[type(instruction)],
-                (run.start - origin) / 1e9,
-                (run.end - origin) / 1e9,
+                0.0,
+                0.0,
                 program.module(instruction),
                 instruction.source if isinstance(instruction, Compute) else "",
                 key=segment.digest if segment is not None else "",
@@ -318,10 +345,15 @@ def _forecast(ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecas
                 operation=instruction.operation,
                 phase=program.kind,
                 bucket=-1 if isinstance(instruction, Computing) else instruction.bucket,
+                what=instruction.what if isinstance(instruction, Move) else "",
                 label="" if segment is not None else program.label(instruction),
-            )
+            ),
         )
-    return Forecast(tuple(spans), *_curve(spans, memory, origin), not_counted=NOT_COUNTED)
+
+
+def _is_told(instruction: Instruction) -> bool:
+    """Whether timings say when it was under way, and not its beginning in a program."""
+    return isinstance(instruction, Move) and "nvme" in (instruction.source, instruction.target)
 
 
 _WAITS: Mapping[type, Stream] = {WaitGather: "gather", WaitReduce: "reduce"}

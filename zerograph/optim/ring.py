@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -17,17 +18,20 @@ def through_slots(
     settle: Callable[[C], None],
     update: Callable[[C], _core.Ticket],
     write: Callable[[C], None],
+    ended: Callable[[C, int, int], None],
 ) -> None:
     """While one of ``chunks`` is updated, the next ones are read and the one before is written.
 
     Each has the slot of the one :data:`SLOTS` before it. ``read`` and ``write`` begin transfers, for which ``settle``
-    waits. Where anything raises, transfers may be under way, and no update is.
+    waits. Where anything raises, transfers may be under way, and no update is. ``ended`` hears of each update when it
+    began and ended, in nanoseconds since 1970.
     """
     ahead = min(SLOTS - 1, len(chunks))
     for chunk in chunks[:ahead]:
         read(chunk)
     for i, chunk in enumerate(chunks):
         settle(chunk)
+        begin = time.time_ns()
         ticket = update(chunk)
         try:
             if i + ahead < len(chunks):
@@ -36,6 +40,7 @@ def through_slots(
                 read(chunks[i + ahead])
         finally:
             ticket.wait()
+            ended(chunk, begin, ticket.ended)
         write(chunk)
     for chunk in chunks[-SLOTS:]:
         settle(chunk)

@@ -233,6 +233,7 @@ class Stream:
                 self._settle,
                 lambda chunk: _core.update(self._calls(chunk, rules, grads), factor),
                 self._write,
+                lambda chunk, *times: self._store.timings.add("cpu_update", chunk.block.purpose("states"), *times),
             )
             self._store.slots.has_run(self)
         except BaseException as error:
@@ -332,7 +333,8 @@ class Stream:
     ) -> None:
         for kind, extent in kinds:  # one by one: what is under way must be known if the next one raises
             offset = chunk.begin * kind.dtype.itemsize
-            chunk.under_way.append(transfer(extent, chunk.view(kind), priority, offset=offset))
+            purpose = chunk.block.purpose("states")
+            chunk.under_way.append(transfer(extent, chunk.view(kind), priority, offset=offset, purpose=purpose))
 
     def _settle(self, chunk: _StoredChunk) -> None:
         while chunk.under_way:

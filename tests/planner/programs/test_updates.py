@@ -11,12 +11,16 @@ from planner.steps import Layer, step_of
 from planner.test_offload import GPU, placed, ruled, scheduler_of
 
 from zerograph.core.files.programs_data import programs_data, programs_of
-from zerograph.core.instructions import Move, Update
-from zerograph.core.plan import OVERLAPS, Homes, Overlap, Plan
+from zerograph.core.instructions import BeginUpdate, HostUpdate, Move, Update, WaitReduce
+from zerograph.core.machine import Tier, machine_named
+from zerograph.core.plan import OVERLAPS, Bucket, Homes, Overlap, Param, Plan
+from zerograph.core.program import Program, Register
 from zerograph.core.timeline import Forecast, Span
 from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import settled, sketch
+from zerograph.planner.programs.updates import update_program, with_updates_inside
 from zerograph.sim.check import check_programs
 
 LAYERS, ROWS, LOSS = 6, 2**22, 4
@@ -282,3 +286,35 @@ def test_parameters_without_a_copy_are_updated_behind_the_backward() -> None:
     assert len(earlier) == LAYERS
     assert all(earlier & set(each.reads) for each in update.instructions if each.stream == "cpu_update")
     assert "delayed updates of states on NVMe" in list(plan_of(NVME, "delayed")[1].mistakes())
+
+
+@pytest.mark.parametrize("home", ["device", "nvme"])
+def test_a_program_gets_the_updates_that_its_backward_begins(home: Tier) -> None:
+    """Gradients that would leave for NVMe are taken before, so that nothing moves them."""
+    params = (Param("a.weight", (64, 64), "float32", "float32", "float32", True, True),)
+    buckets = tuple(
+        Bucket(i, f"layers.{i}", params, "use", homes=Homes("device", home, "nvme" if i else "device")) for i in (0, 1)
+    )
+    plan = replace(Plan(3, 2, buckets, 1), overlap="backward")
+    contents = tuple(Register(f"r{i}", 64, "gradient", "device", i) for i in range(4))
+    reduces = [WaitReduce(i, (i + 2,), bucket=i, updatable=(0,)) for i in (0, 1)]
+    leaves = Move("device", "nvme", "gradient", "layers.1", "layers.1", 64, (3,), (3,), (3,), 1, home="nvme")
+    begins = [BeginUpdate(i) for i in (0, 1)]
+    instructions = (*reduces, *([leaves] if home == "nvme" else ()), *begins)
+    backward = Program("backward", 2, 4, instructions, (2, 3), (), contents, ("layers.0", "layers.1"))
+    kept, rates = {"a.weight": 2 * 64 * 32 * 4}, Rates(machine_named("cpu"), 2, "float32")
+
+    program, inside = with_updates_inside(backward, plan, kept, rates)
+    assert inside == (1,)  # states on the device are updated behind the backward
+    assert [each.operation for each in program.instructions] == [
+        "reduce", "reduce", "update", "read", "update", "write", "update",
+    ]  # fmt: skip
+    update = next(each for each in program.instructions if isinstance(each, HostUpdate))
+    assert 3 in update.reads and 3 in update.dead
+    assert max(r for each in program.instructions for r in (*each.reads, *each.writes)) < program.registers
+    behind = update_program(plan, kept, rates, program, inside)
+    assert [each.buckets for each in behind.instructions if isinstance(each, Update)] == [(0,)]
+    assert not [each for each in behind.instructions if isinstance(each, HostUpdate)]
+    # An optimizer without overlap leaves the program as it is.
+    same, none = with_updates_inside(backward, replace(plan, overlap="none"), kept, rates)
+    assert none == () and same.instructions == backward.instructions

@@ -13,22 +13,35 @@ from typing import Any
 from zerograph.core.errors import ConfigError
 from zerograph.core.files.kinds import refuse_other_kind
 from zerograph.core.files.planfile import canonical, forecast_data, forecast_of
-from zerograph.core.instructions import Compute, Gather, Reduce, Timed, Update
+from zerograph.core.instructions import Compute, DeviceUpdate, Gather, HostUpdate, Move, Reduce, Timed, Update
 from zerograph.core.program import Segment
 from zerograph.core.timeline import Forecast, Span
 from zerograph.core.units import is_number
 
-VERSION = 2
+VERSION = 3
+
+
+def move_key(operation: str, what: str, bucket: int, label: str) -> str:
+    """The name under which a run has the seconds of a move or of an update off the device; ``label`` of activations."""
+    return f"{operation} {what} {label if bucket < 0 else bucket}"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds that a run took, to forecast with instead of rates: by segment digest, by bucket, of the update."""
+    """Seconds that a run took, to forecast with instead of rates.
+
+    Attributes:
+        segments: by digest.
+        gathers, reduces: by bucket.
+        moves: by :func:`move_key`, to and from NVMe, and of updates of what comes from there.
+        update: of all other updates.
+    """
 
     segments: Mapping[str, float] = field(default_factory=dict)
     gathers: Mapping[int, float] = field(default_factory=dict)
     reduces: Mapping[int, float] = field(default_factory=dict)
     update: float | None = None
+    moves: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, instruction: Timed, segments: Sequence[Segment]) -> float | None:
         """Seconds of an instruction in a program with these segments; None where it was not measured."""
@@ -41,6 +54,10 @@ class Measured:
                 return self.reduces.get(instruction.bucket)
             case Update():
                 return self.update
+            case Move() | HostUpdate() | DeviceUpdate():
+                return self.moves.get(
+                    move_key(instruction.operation, instruction.what, instruction.bucket, instruction.label)
+                )
             case _:
                 return None
 
@@ -53,7 +70,7 @@ class Run:
         plan: digest of the plan that ran (:attr:`zerograph.core.plan.Plan.digest`): its decisions, whatever the batch.
         device: "cpu" or "cuda".
         forecast: what happened, in the schema of a forecast; spans name the segment or the bucket that they ran.
-        measured: mean seconds of each distinct segment and each bucket's collectives.
+        measured: mean seconds of what is there several times.
     """
 
     plan: str
@@ -72,6 +89,7 @@ class Run:
             "gathers": {str(bucket): seconds for bucket, seconds in measured.gathers.items()},
             "reduces": {str(bucket): seconds for bucket, seconds in measured.reduces.items()},
             "update": measured.update,
+            "moves": dict(measured.moves),
         }
         return canonical({**data, **forecast_data(self.forecast)})
 
@@ -124,9 +142,10 @@ class Beside:
 
 def _measured(data: Mapping[str, Any]) -> Measured:
     by_bucket = {part: {int(bucket): s for bucket, s in data[part].items()} for part in ("gathers", "reduces")}
-    found = Measured(segments=dict(data["segments"]), update=data["update"], **by_bucket)
+    found = Measured(dict(data["segments"]), **by_bucket, update=data["update"], moves=dict(data["moves"]))
     updates = [] if found.update is None else [found.update]
-    _require_seconds([*found.segments.values(), *found.gathers.values(), *found.reduces.values(), *updates])
+    parts = (found.segments, found.gathers, found.reduces, found.moves)
+    _require_seconds([*updates, *(seconds for part in parts for seconds in part.values())])
     return found
 
 

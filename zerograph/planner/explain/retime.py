@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.files.planfile import PlanFile
-from zerograph.core.files.runfile import Run
+from zerograph.core.files.runfile import Run, move_key
 from zerograph.core.timeline import Forecast, Span
 from zerograph.sim.simulate import again
 
@@ -33,8 +33,8 @@ def retimed(file: PlanFile, run: Run) -> Forecast:
 
 
 def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
-    """By task of ``file``, the spans of ``run`` that are that task: of a collective its start and its wait, and
-    every optimizer's update.
+    """By task of ``file``, the spans of ``run`` that are that task: of a collective its start and its wait, of a
+    move all its transfers, and every optimizer's update.
 
     Raises:
         ConfigError: as :func:`retimed`.
@@ -43,8 +43,9 @@ def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
     measured: dict[tuple[object, ...], list[list[Span]]] = {}
     for span in run.forecast.spans:
         before = measured.setdefault(_identity(span), [])
-        together = span.operation == "update" or (span.stream != "compute" and before and len(before[-1]) == 1)
-        if before and together:  # every optimizer's update; a collective's start and its wait
+        # Every optimizer's update, and all transfers of one move; a collective's start and its wait.
+        all_of_them = span.operation == "update" or span.what
+        if before and (all_of_them or (span.stream != "compute" and len(before[-1]) == 1)):
             before[-1].append(span)
         else:
             before.append([span])
@@ -60,6 +61,8 @@ def _identity(span: Span) -> tuple[object, ...]:
     """The fields by which a task of the plan is found in a run; tasks with equal fields are matched in order."""
     if span.operation == "compute":
         return span.phase, span.module
+    if span.what:
+        return span.phase, move_key(span.operation, span.what, span.bucket, span.label)
     return span.operation, span.bucket, span.tile
 
 
@@ -108,5 +111,9 @@ def _seconds(file: PlanFile, run: Run) -> Iterator[tuple[int, float]]:
             if seconds is None:
                 raise ConfigError(f"the run has no {span.name}", _RECORD)
             yield span.task, seconds
+        elif span.what:
+            seconds = measured.moves.get(move_key(span.operation, span.what, span.bucket, span.label))
+            if seconds is not None:
+                yield span.task, seconds
         elif span.operation == "update" and measured.update is not None:
             yield span.task, measured.update

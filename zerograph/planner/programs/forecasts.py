@@ -20,7 +20,7 @@ from zerograph.planner.programs.process_memory import Resident, resident
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.sketch import sketch
-from zerograph.planner.programs.updates import update_program
+from zerograph.planner.programs.updates import update_program, with_updates_inside
 from zerograph.sim.simulate import simulate
 
 
@@ -55,8 +55,12 @@ def forecast_programs(
     states = tuple(between_steps(plan, kept, rates.staging))
     step, last = tuple(programs), programs[-1]
     if last.kind == "backward":
-        # A recording has no seconds of what an update reads and writes.
-        step += (update_program(plan, kept, rates if measured is None else None, last),)
+        # Of states on the host, updated where they are, a recording has one number for all that an update does.
+        apart = measured is None or any(key.startswith("update") for key in measured.moves)
+        inside: tuple[int, ...] = ()
+        if apart and plan.overlap == "backward":
+            last, inside = with_updates_inside(last, plan, kept, rates)
+        step = (*step[:-1], last, update_program(plan, kept, rates if apart else None, last, inside))
     forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=NOT_COUNTED)
     peak = forecast.peaks.get("device")
     grows = resident(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None

@@ -379,7 +379,7 @@ class _Sketch:
         for tile, part in enumerate(self.parts[bucket]):
             if part.shards.gradient:
                 gradients.append(self._gradient(bucket, tile))
-                moves, ends = self._once(update_beside, bucket, tile, tiles, homes, self.updates, gradients[-1])
+                moves, ends = self._once(update_beside, bucket, tile, tiles, homes, self.updates, (gradients[-1],))
                 self.instructions += moves
                 self.updates += 1
                 self.updated[bucket] = self.updated.get(bucket, ()) + ends

@@ -12,7 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from zerograph.core.instructions import DeviceUpdate, HostUpdate, Instruction, Move, OffDevice, WaitFetch
+from zerograph.core.instructions import (
+    BeginUpdate,
+    DeviceUpdate,
+    HostUpdate,
+    Instruction,
+    Move,
+    OffDevice,
+    WaitFetch,
+    WaitReduce,
+)
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.plan import Update as UpdatePlace
 from zerograph.core.program import Program
@@ -59,13 +68,13 @@ def update_away(
 
 
 def update_beside(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradients: tuple[int, ...]
 ) -> tuple[list[OffDevice], tuple[int, ...]]:
-    """:func:`host_update` beside a backward, or beside a forward by a gradient of the step before: the gradient goes
-    with it. Also the registers of its ends, behind which the parameters are gathered."""
-    made = host_update(scheduler, bucket, tile, tiles, homes, number, (gradient,), -1)
-    reader = max(at for at, each in enumerate(made) if gradient in each.reads)
-    made[reader] = replace(made[reader], dead=(*made[reader].dead, gradient))
+    """:func:`host_update` beside a backward, or beside a forward by gradients of the step before: these go with it.
+    Also the registers of its ends, behind which the parameters are gathered."""
+    made = host_update(scheduler, bucket, tile, tiles, homes, number, gradients, -1)
+    reader = max(at for at, each in enumerate(made) if gradients[-1] in each.reads)
+    made[reader] = replace(made[reader], dead=(*made[reader].dead, *gradients))
     ends = list[int]()
     for at, each in enumerate(made):
         if each.operation not in ("read", "spill"):
@@ -203,12 +212,16 @@ def host_update(
 
 
 def update_program(
-    plan: Plan, kept: Mapping[str, int], streams: Rates | None = None, backward: Program | None = None
+    plan: Plan,
+    kept: Mapping[str, int],
+    streams: Rates | None = None,
+    backward: Program | None = None,
+    inside: Sequence[int] = (),
 ) -> Program:
     """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.core.param_bytes.kept_states`).
 
     With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket, when what moves
-    their gradients off the device in ``backward`` has ended.
+    their gradients off the device in ``backward`` has ended; those ``inside`` of it are updated there.
     Without, all of it is one instruction, as a recording sees it.
     """
     names, instructions = tuple(bucket.name for bucket in plan.buckets), list[Instruction]()
@@ -219,19 +232,47 @@ def update_program(
     away = list[int]()
     if streams is not None:
         known = _Known(names, streams, registers, plan.buckets, kept)
-        there = (b.index for b in plan.buckets if b.homes.optimizer != "device")
+        there = (b.index for b in plan.buckets if b.homes.optimizer != "device" and b.index not in inside)
         away = [index for index in there if known.bucket_parts(index, 1)[0].shards.at(APART).optimizer]
         for number, bucket in enumerate(away):
             homes = plan.buckets[bucket].homes
             instructions += update_away(known, bucket, 0, 1, plan.update, homes, number, arrived.get(bucket, ()), -1)
-    whole = device_update([bucket.params for bucket in plan.buckets], away, plan.world_size, kept)
-    if whole.sizes or not away:
+    whole = device_update([bucket.params for bucket in plan.buckets], [*away, *inside], plan.world_size, kept)
+    if whole.sizes or not (away or inside):
         last = streams is not None and streams.staging != "device"
         instructions.insert(len(instructions) if last else 0, whole)  # as sketches have it
     contents, segments = tuple(registers.contents), backward.segments if backward is not None else ()
     return Program(
         "update", 0, len(contents), tuple(instructions), (), segments, contents, names, carries=backward is not None
     )
+
+
+def with_updates_inside(
+    backward: Program, plan: Plan, kept: Mapping[str, int], rates: Rates
+) -> tuple[Program, tuple[int, ...]]:
+    """``backward`` with the updates of states off the device that an optimizer begins inside of it where ``plan`` says
+    so, and the buckets that these are of. The others' are behind it."""
+    registers, gradients, found = Registers(backward.contents), dict[int, tuple[int, ...]](), list[int]()
+    known = _Known(backward.buckets, rates, registers, plan.buckets, kept)
+    inside = {b.index for b in plan.buckets if plan.updated_inside(b) and b.homes.optimizer != "device"}
+    instructions = list[Instruction]()
+    for each in backward.instructions:
+        match each:
+            case WaitReduce(updatable=[_, *_]) if each.bucket in inside:
+                own = tuple(each.outs[k] for k in each.updatable)
+                gradients[each.bucket] = gradients.get(each.bucket, ()) + own
+            case Move(what="gradient", rises=False) if each.bucket in inside:
+                if set(gradients.get(each.bucket, ())).issuperset(each.reads):
+                    continue  # the update takes what would leave
+                gradients[each.bucket] = each.writes
+            case BeginUpdate(bucket=bucket) if bucket in gradients:
+                homes = plan.homes_of(plan.buckets[bucket])
+                instructions += update_beside(known, bucket, 0, 1, homes, len(found), gradients[bucket])[0]
+                found.append(bucket)
+        instructions.append(each)
+    contents = tuple(registers.contents)
+    program = replace(backward, instructions=tuple(instructions), contents=contents, registers=len(contents))
+    return program, tuple(found)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,89 @@
+"""Timings of a step, as spans and as seconds of its instructions."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import plan_file
+
+from zerograph.compiler.under_way import UnderWay, length, seconds_of, under_way, union
+from zerograph.core.files.runfile import move_key
+from zerograph.core.instructions import Move
+from zerograph.core.program import Program
+from zerograph.runtime.timings import Purpose, Timing
+
+PLAN = plan_file(2).plan
+FIRST = PLAN.buckets[0]
+OWN = FIRST.params[0].name
+BACKWARD = 100
+
+
+def told(*timings: tuple[str, str, int, int], whose: str = OWN) -> list[UnderWay]:
+    return under_way((Timing(s, Purpose(what, whose), a, b) for s, what, a, b in timings), PLAN, BACKWARD)  # type: ignore[arg-type]
+
+
+def program(kind: str, *moves: Move) -> Program:
+    return Program(kind, 0, 1, moves, (), (), (), tuple(b.name for b in PLAN.buckets))
+
+
+def read_shard(tile: int = 0) -> Move:
+    return Move("nvme", "host", "shard", FIRST.name, FIRST.name, 8, (), (), (), FIRST.index, tile, home="nvme")
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda t: (t[0], t[0] + t[1]))))
+def test_a_union_covers_the_same_time_once(times: list[tuple[int, int]]) -> None:
+    found = list(union(times))
+    assert {t for a, b in found for t in range(a, b)} == {t for a, b in times for t in range(a, b)}
+    assert all(a[1] < b[0] for a, b in pairwise(found))
+    assert length(found) == pytest.approx(sum(b - a for a, b in found) / 1e9)
+
+
+def test_transfers_side_by_side_are_one_span() -> None:
+    (move,) = told(
+        ("nvme_read", "states", 110, 150), ("nvme_read", "states", 120, 160), ("nvme_read", "states", 170, 180)
+    )
+    assert (move.phase, move.bucket, move.label, move.operation) == ("update", FIRST.index, FIRST.name, "read")
+    assert move.times == ((110, 160), (170, 180))
+    assert [(times, span.name, span.stream) for times, span in move.spans()] == [
+        ((110, 160), f"read states of {FIRST.name}", "nvme_read"),
+        ((170, 180), f"read states of {FIRST.name}", "nvme_read"),
+    ]
+
+
+def test_an_update_is_named_as_forecasts_name_it() -> None:
+    (move,) = told(("cpu_update", "states", 110, 150))
+    ((_, span),) = move.spans()
+    assert (span.name, span.operation, span.what) == (f"update {FIRST.name}", "update", "states")
+    assert move.key == move_key("update", "states", FIRST.index, "")
+
+
+def test_activations_have_their_own_name() -> None:
+    write, read = told(("nvme_write", "activations", 10, 20), ("nvme_read", "activations", 110, 120), whose="layers.1")
+    assert (write.phase, read.phase) == ("forward", "backward")
+    assert write.bucket == -1 and write.key == "write activations layers.1"
+
+
+def test_seconds_are_those_of_one_instruction() -> None:
+    moves = told(("nvme_read", "shard", 10, 40), ("nvme_read", "shard", 110, 130))
+    programs = program("forward", read_shard()), program("backward", read_shard())
+    assert seconds_of(moves, programs) == {f"read shard {FIRST.index}": pytest.approx(25e-9)}
+    tiles = program("forward", read_shard(0), read_shard(1)), program("backward", read_shard(0), read_shard(1))
+    assert seconds_of(moves, tiles) == {f"read shard {FIRST.index}": pytest.approx(12.5e-9)}
+
+
+def test_what_only_one_program_moved_is_no_mean_of_two() -> None:
+    moves = told(("nvme_read", "shard", 10, 40))  # it stayed whole for the backward
+    programs = program("forward", read_shard()), program("backward", read_shard())
+    assert seconds_of(moves, programs) == {f"read shard {FIRST.index}": pytest.approx(30e-9)}
+
+
+def test_updates_of_two_steps_are_not_those_of_one() -> None:
+    earlier, own = ("cpu_update", "states", 10, 20), ("cpu_update", "states", 110, 150)
+    key = f"update states {FIRST.index}"
+    assert seconds_of(told(earlier, own), ()) == {key: pytest.approx(40e-9)}
+    assert seconds_of(told(own), ()) == {key: pytest.approx(40e-9)}
+    # Where the step's own update ends in the next forward, that of the step before stands for it.
+    assert seconds_of(told(earlier), ()) == {key: pytest.approx(10e-9)}

@@ -1,0 +1,120 @@
+"""What a recorded step moved to and from NVMe and updated through slots, and when, instruction by instruction.
+
+Programs begin transfers and others wait for them, so that the spans of their instructions say little. The runtime's
+timings (:mod:`zerograph.runtime.timings`) say when bytes moved, wherever that was begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from zerograph.core.files.runfile import move_key
+from zerograph.core.instructions import LINKS, Move
+from zerograph.core.plan import Plan
+from zerograph.core.program import Program
+from zerograph.core.timeline import Operation, Span, Stream
+from zerograph.runtime.timings import Timing
+
+Interval = tuple[int, int]
+
+_OPERATIONS: dict[Stream, Operation] = {stream: operation for operation, stream in LINKS.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Transfers or updates of one kind, of one bucket or some activations, in one program.
+
+    Attributes:
+        phase: kind of the program, "update" for all that moves with states.
+        bucket: -1 of activations.
+        earlier: whether they are of an update that an earlier step began.
+        times: in which some were under way, in nanoseconds since 1970; apart from each other and ascending.
+    """
+
+    stream: Stream
+    what: str
+    label: str
+    phase: str
+    bucket: int
+    earlier: bool
+    times: tuple[Interval, ...]
+
+    @property
+    def operation(self) -> Operation:
+        """What they do."""
+        return _OPERATIONS.get(self.stream, "update")
+
+    @property
+    def key(self) -> str:
+        """Under which a run keeps the seconds of each."""
+        return move_key(self.operation, self.what, self.bucket, self.label)
+
+    @property
+    def seconds(self) -> float:
+        """In which some were under way."""
+        return length(self.times)
+
+    def spans(self) -> Iterator[tuple[Interval, Span]]:
+        """One for each of the ``times``, without task, start and end."""
+        what = "" if self.operation == "update" else f" {self.what} of"
+        for times in self.times:
+            yield (
+                times,
+                Span(
+                    0, f"{self.operation}{what} {self.label}", self.stream, 0.0, 0.0, self.label,
+                    operation=self.operation, phase=self.phase, bucket=self.bucket, what=self.what, label=self.label,
+                ),
+            )  # fmt: skip
+
+
+def under_way(timings: Iterable[Timing], plan: Plan, backward: int) -> list[UnderWay]:
+    """What ``timings`` tell of a step under ``plan`` whose ``backward`` began then."""
+    bucket_of = {param.name: bucket for bucket in plan.buckets for param in bucket.params}
+    found: dict[tuple[Stream, str, str, str, int, bool], list[Interval]] = {}
+    for timing in timings:
+        what, whose = timing.purpose
+        bucket = bucket_of.get(whose)
+        before, states = timing.begin < backward, what == "states"
+        phase = "update" if states else "forward" if before else "backward"
+        label, index = (bucket.name, bucket.index) if bucket is not None else (whose, -1)
+        key = (timing.stream, what, label, phase, index, before and states)
+        found.setdefault(key, []).append((timing.begin, timing.end))
+    return [UnderWay(*key, tuple(union(times))) for key, times in found.items()]
+
+
+def seconds_of(moves: Iterable[UnderWay], programs: Sequence[Program]) -> dict[str, float]:
+    """By :attr:`UnderWay.key`, the mean seconds of an instruction in ``programs``, or of an update, which has one for
+    each bucket."""
+    counts: dict[tuple[str, str], int] = {}
+    for program in programs:
+        for each in program.instructions:
+            if isinstance(each, Move):
+                key = (move_key(each.operation, each.what, each.bucket, each.label), program.kind)
+                counts[key] = counts.get(key, 0) + 1
+    found: dict[str, list[UnderWay]] = {}
+    for move in sorted(moves, key=lambda move: move.earlier):
+        if not move.earlier or move.key not in found or found[move.key][0].earlier:
+            found.setdefault(move.key, []).append(move)  # two updates of one bucket are not of one step
+    return {
+        key: sum(move.seconds for move in same) / sum(counts.get((key, move.phase), 1) for move in same)
+        for key, same in found.items()
+    }
+
+
+def union(times: Iterable[Interval]) -> Iterator[Interval]:
+    """Intervals that cover the same time, apart from each other and ascending."""
+    begin, end = 0, -1
+    for first, last in sorted(times):
+        if first > end:
+            if end >= 0:
+                yield begin, end
+            begin, end = first, last
+        end = max(end, last)
+    if end >= 0:
+        yield begin, end
+
+
+def length(times: Iterable[Interval]) -> float:
+    """Seconds of intervals that are apart from each other."""
+    return sum(end - begin for begin, end in times) / 1e9
