@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerograph.core.plan import Update
-from zerograph.runtime.homes.hosted import Copy
+from zerograph.runtime.homes.hosted import Copy, home_for
 from zerograph.runtime.homes.locations import COPY, PARAMETER, Locations
 from zerograph.runtime.homes.room import ArenaRoom
 from zerograph.runtime.homes.slots import Slots
@@ -75,6 +75,8 @@ class Copies:
         copy = self.known(name)
         if copy is None:
             return None
+        if copy.late is not None:
+            return copy.late
         # On a split machine an update on the host writes what is there; what is elsewhere follows.
         if self._locations.host is not None:
             is_there = name in self._locations.on_host and self.updates == "host"
@@ -82,14 +84,23 @@ class Copies:
         return copy.tensor
 
     def set_apart(self, params: Iterable[Tensor]) -> set[int]:
-        """Those of ``params``, by ``id``, that may be updated while programs compute, which gather copies of them. From
-        now on no update writes to these copies: they follow it (:meth:`updated`)."""
-        apart = set()
+        """Those of ``params``, by ``id``, that may be updated while programs compute, which gather copies of them in
+        memory. From now on no update writes to these copies: they follow it (:meth:`updated`)."""
+        apart, at = set(), self._locations
         for name, copy in self._of(params):
-            if name in self._locations.on_host:
-                apart.add(id(self._locations.params[name]))
-                self._locations.changes += not copy.is_late
+            if name in at.on_host:
+                at.changes += not copy.is_late
                 copy.is_late = True
+            elif name in at.blocks and (copy.tensor is not None or copy.cast is not None):
+                if copy.late is None:  # what follows later would be read from NVMe once more
+                    like = torch.empty_like(at.local(name), dtype=copy.dtype, device="meta")
+                    copy.late = (
+                        home_for(like, at.host.memory) if at.host is not None else torch.empty_like(like, device="cpu")
+                    )
+                    at.changes += 1
+            else:
+                continue
+            apart.add(id(at.params[name]))
         return apart
 
     def leave(self, params: Iterable[Tensor]) -> Callable[[], None]:
@@ -97,18 +108,26 @@ class Copies:
         written to."""
         for name, _ in self._of(params):
             self.fresh(name)
-        return self._locations.hosted.ascent()
+        host = self._locations.host
+        return host.ascent() if host is not None else lambda: None
 
     def begin_to_follow(self, name: str) -> Tensor | None:
         """The copy, flat, that is to be brought the values that an update streams of a parameter; None where it has
         none, or streams that too. It counts as stale until :meth:`updated` says otherwise."""
         copy = self.known(name) if self._locations.host is not None else None
-        if copy is None:
+        if copy is None or copy.late is not None:
             return None
         copy.seen = None
         copy.renew()
         found = copy.tensor if copy.cast is None else copy.cast
         return found.as_strided((found.numel(),), (1,)) if found is not None else None
+
+    def late(self, name: str) -> Tensor | None:
+        """The second copy of a parameter, flat, which an update writes while programs compute; None where it has none.
+        Kernels write it themselves, but of a parameter that follows its master."""
+        copy = self.known(name)
+        late = copy.late if copy is not None else None
+        return late.as_strided((late.numel(),), (1,)) if late is not None else None
 
     def through_device(self, param: Tensor) -> str:
         """The name of ``param``, if it is on the host and updated on the device; else empty."""
@@ -132,13 +151,27 @@ class Copies:
         follow from now on."""
         rising = {}
         for name, copy in self._of(params):
-            if copy.is_late and copy.cast is not None:
+            if copy.late is not None:
+                self._follow(copy, copy.late)
+            elif copy.is_late and copy.cast is not None:
                 self.fresh(name)
             copy.seen = versions(self._locations.params[name])
             if name in self._locations.on_host and self.updates == "host":
                 rising[name] = copy
         if rising:
             self._locations.hosted.upload(rising)
+
+    def _follow(self, copy: Copy, values: Tensor) -> None:
+        """Let programs compute with ``values`` from here on."""
+        host = self._locations.host
+        if copy.tensor is not None and host is not None:
+            host.bring(copy, values)
+            return
+        if host is not None:
+            host.wait_for_parameters()
+        target = copy.tensor if copy.tensor is not None else copy.cast
+        assert target is not None  # else it would not be apart
+        target.copy_(values)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
@@ -154,9 +187,11 @@ class Copies:
     @property
     def on_device(self) -> list[Tensor]:
         """Those that are there."""
-        return [copy.tensor for copy in self._copies.values() if copy.tensor is not None]
+        late = [copy.late for copy in self._copies.values()] if self._locations.host is None else []
+        return [t for t in (*(copy.tensor for copy in self._copies.values()), *late) if t is not None]
 
     @property
     def bytes_on_host(self) -> int:
         """Bytes of those that are there."""
-        return sum(copy.cast.nbytes for copy in self._copies.values() if copy.cast is not None)
+        there = (tensor for copy in self._copies.values() for tensor in (copy.cast, copy.late))
+        return sum(tensor.nbytes for tensor in there if tensor is not None)

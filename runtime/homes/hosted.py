@@ -35,6 +35,8 @@ class Copy:
             device.
         under_way: what brings ``tensor`` its values of now.
         is_late: an update on the host does not write ``cast``, as programs may compute meanwhile.
+        late: the values of an update that is under way, in memory where it writes: programs compute meanwhile with
+            those before it.
     """
 
     tensor: Tensor | None
@@ -43,6 +45,7 @@ class Copy:
     cast: Tensor | None = None
     under_way: Transfer | None = None
     is_late: bool = False
+    late: Tensor | None = None
 
     def arrive(self) -> None:
         """Let ``tensor`` have its values."""
@@ -106,6 +109,13 @@ class HostShards:
             self._rising.append(copy.under_way)
             if room is not None:
                 self._slots.append((room, copy.under_way))
+
+    def bring(self, copy: Copy, values: Tensor) -> None:
+        """Begin to bring ``copy``, which is on the device, its ``values`` from the host."""
+        assert copy.tensor is not None
+        copy.renew()
+        copy.under_way = self.memory.start([(values, copy.tensor)])
+        self._rising.append(copy.under_way)
 
     def _slot(self, size: int) -> Tensor:
         """Memory for what is on its way up, used in turn."""

@@ -270,7 +270,8 @@ class ShardStore:
 
     def drop_pages(self) -> None:
         """Give back the memory of what somebody touched since the last step: a stock optimizer, a checkpoint."""
-        self._keeps_pages = bool(self.fetches.following)  # they use the slots; when they have ended is soon enough
+        # Updates under way use the slots; when they have ended is soon enough.
+        self._keeps_pages = bool(self.fetches.following or self.unsettled)
         if self._keeps_pages:
             return
         self.slots.take()  # a step that was skipped

@@ -10,12 +10,13 @@ import copy
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from numerics.compare import full
-from numerics.test_offload import HOST, Net, Run, _same
+from numerics.test_offload import BEHIND, HOST, OFF, Net, Run, _same
 from ranks import run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -112,7 +113,10 @@ def adagrad(model: nn.Module, **options: Any) -> Optimizer:
 def _both(make: Make, trains: Callable[[Run], None], warmup: int, options: dict[str, Any]) -> Run:
     """Train by a plain loop in one memory, and delayed with ``options``; returns the latter."""
     here = {key: value for key, value in options.items() if key in ("stage", "dtype", "whole")}
-    plain, late = Run(make, **here), Run(partial(make, delayed=True, warmup=warmup), **{**HOST, **options})
+    plain, late = (
+        Run(make, **here),
+        Run(partial(make, delayed=True, warmup=warmup), **{**(HOST if "tier" not in options else {}), **options}),
+    )
     plain.optimizer = PlainLoop(plain.optimizer, warmup)  # type: ignore[assignment]
     for training in (plain, late):
         trains(training)
@@ -180,6 +184,25 @@ def test_training_equals_a_plain_loop_to_the_bit(world_size: int, make: Make, op
         assert behind <= {"few", "scale"}  # which every rank holds whole
 
 
+NVME: list[tuple[int, Make, dict[str, Any]]] = [
+    (1, adamw, {**OFF, "stage": 1, **BF16}),
+    (2, groups, {**OFF, "stage": 3, **BF16}),
+    (2, lion, {**OFF, "stage": 2, "offload": "gradients", **BF16}),
+    (2, mastered, {**BEHIND, "stage": 3, "whole": torch.bfloat16}),
+    (1, adamw, {**BEHIND, "stage": 3}),
+    (2, groups, {**BEHIND, "stage": 3, "offload": "gradients"}),
+    (2, adagrad, {**BEHIND, "stage": 2, **BF16}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "make", "options"), NVME)
+def test_states_on_nvme_are_updated_beside_the_next_step(
+    world_size: int, make: Make, options: dict[str, Any], tmp_path: Path
+) -> None:
+    for behind in run(world_size, _equal, make, 3, {**options, "path": str(tmp_path)}):
+        assert behind <= {"few", "scale"}
+
+
 def _scheduled(training: Run) -> None:
     inner = getattr(training.optimizer, "optimizer", training.optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0 / (1 + step))
@@ -228,9 +251,9 @@ def test_it_is_the_delay_of_the_paper() -> None:
     run(1, _plain_torch)
 
 
-def _blocked() -> None:
+def _blocked(home: dict[str, Any]) -> None:
     """Steps and programs return while an update runs."""
-    training = Run(partial(groups, delayed=True), **HOST, stage=3, dtype=torch.bfloat16)
+    training = Run(partial(groups, delayed=True), **home, stage=3, dtype=torch.bfloat16)
     training.steps(2)
     gate, update = threading.Event(), host._update_arrived
 
@@ -249,8 +272,9 @@ def _blocked() -> None:
         training.optimizer.step()
 
 
-def test_nothing_waits_for_an_update_but_the_next_step() -> None:
-    run(2, _blocked)
+@pytest.mark.parametrize("home", [HOST, OFF, BEHIND], ids=["host", "nvme", "nvme behind a host"])
+def test_nothing_waits_for_an_update_but_the_next_step(home: dict[str, Any], tmp_path: Path) -> None:
+    run(2, _blocked, home if home is HOST else {**home, "path": str(tmp_path)})
 
 
 def _two_rooms() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from numerics.compare import full
-from numerics.test_delayed import adamw
+from numerics.test_delayed import BF16, adamw
 from numerics.test_offload import BEHIND, HOST, OFF, Run, _rank, _same
 from ranks import RankFailure, run
 
@@ -34,14 +34,15 @@ def _refused(options: dict[str, Any]) -> None:
         (2, {"stage": 3}, "no copies of them"),
         (1, {"stage": 3, **HOST, "offload": "parameters"}, "no copies of them"),
         (2, {"stage": 3, **HOST, "update": "device"}, 'update="device" needs the device'),
-        (1, {"stage": 3, **OFF}, "states on NVMe"),
-        (1, {"stage": 3, **BEHIND, "offload": "parameters"}, "states on NVMe"),
+        (1, {"stage": 3, **OFF}, "no copies of them in memory"),
+        (1, {"stage": 3, **BEHIND, "offload": "parameters"}, "no copies of them in memory"),
+        (2, {"stage": 3, **OFF, "offload": "parameters", **BF16}, "no copies of them in memory"),
     ],
 )
 def test_where_nothing_runs_beside_programs(world_size: int, options: dict[str, Any], why: str, tmp_path: Path) -> None:
     more = {"path": str(tmp_path)} if options.get("tier") == "nvme" else {}
     with pytest.raises(
-        RankFailure, match=rf"nothing can be updated while the model computes: .*{why}(?s:.*)tier=.host"
+        RankFailure, match=rf"nothing can be updated while the model computes: .*{why}(?s:.*)leave delayed out"
     ):
         run(world_size, _refused, {**options, **more})
 
@@ -50,8 +51,8 @@ def _fails(*_: Any) -> None:
     raise MemoryError("no room")
 
 
-def _an_update_fails() -> None:
-    training = Run(partial(adamw, delayed=True), stage=3, **HOST)
+def _an_update_fails(home: dict[str, Any]) -> None:
+    training = Run(partial(adamw, delayed=True), stage=3, **home)
     training.steps(2)
     opt: Any = training.optimizer
     kept = copy.deepcopy(({k: full(v) for k, v in training.model.state_dict().items()}, opt.state_dict()))
@@ -81,8 +82,9 @@ def _an_update_fails() -> None:
     _same(truth, training.result())
 
 
-def test_an_update_that_fails_is_heard_of_and_needs_a_checkpoint() -> None:
-    run(2, _an_update_fails, timeout=90)
+@pytest.mark.parametrize("home", [HOST, {**OFF, **BF16}], ids=["host", "nvme"])
+def test_an_update_that_fails_is_heard_of_and_needs_a_checkpoint(home: dict[str, Any], tmp_path: Path) -> None:
+    run(2, _an_update_fails, home if home is HOST else {**home, "path": str(tmp_path)}, timeout=90)
 
 
 def _written_to() -> None:

@@ -2,8 +2,9 @@
 al., 2021).
 
 A step begins to update what programs gather copies of, on the host beside the next forward and backward. The next step
-waits for it, lets the copies follow, and begins its own update. One copy is enough: it changes in a step, while nothing
-computes. A parameter that programs read itself cannot change beside them. Its gradients and the values of its groups
+waits for it, lets the copies follow, and begins its own update. One copy is enough where what is updated is in memory:
+it changes in a step, while nothing computes. Of what passes through slots on its way back to NVMe, an update writes a
+second copy. A parameter that programs read itself cannot change beside them. Its gradients and the values of its groups
 are kept, and the next step updates it first, so that all parameters are equally late.
 """
 
@@ -22,7 +23,6 @@ from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
 from zerograph.runtime.comm.entry import reason_of
-from zerograph.runtime.homes.background import Background
 
 
 class DelayedSteps(StepsOf):
@@ -36,7 +36,6 @@ class DelayedSteps(StepsOf):
 
     def __init__(self, optimizer: Owner) -> None:
         super().__init__(optimizer)
-        self._background = Background("zerograph-delayed")
         self._pending: tuple[PendingUpdate, list[UpdateRow], Factor] | None = None  # beside, behind it, their factor
         self._seen = Untouched([])  # of what changes, as the update began
         self.changing: list[Tensor] = []
@@ -77,7 +76,7 @@ class DelayedSteps(StepsOf):
             return
         self._pending, self.changing, self._seen = (update, behind, factor), changing, Untouched(changing)
         store.unsettled.add(self)
-        update.stream_beside(self._background.start)
+        update.stream_beside(store.in_background)
 
     def _rows(self, apart: set[int]) -> tuple[list[UpdateRow], list[UpdateRow]]:
         """The rows that are updated beside programs, and those that are not."""
@@ -111,7 +110,8 @@ class DelayedSteps(StepsOf):
             update.wait()
             opt.update(behind, factor).wait()
         except BaseException as error:
-            self._background.wait()  # before a checkpoint is loaded
+            if opt.store is not None:
+                opt.store.slots.wait()  # before a checkpoint is loaded
             opt.leave_half_done(reason_of(error))
             tell_failed_step(opt, error)  # type: ignore[arg-type]
             raise
@@ -123,13 +123,11 @@ class DelayedSteps(StepsOf):
         store, params = self.optimizer.store, self.params
         if store is None:
             self._refuse_idle("no backend of zerograph has its parameters")
-        if not store.locations.places().keys().isdisjoint(map(id, params)):
-            self._refuse_idle("states on NVMe are updated by a step itself, not beside the next one")
         if store.copies.updates == "device":
             self._refuse_idle('update="device" needs the device, which computes')
         apart = store.copies.set_apart(p for p in params if not delayed.is_read_eagerly(p))
         if not apart:
-            self._refuse_idle("programs read the parameters themselves, and no copies of them")
+            self._refuse_idle("programs read the parameters themselves, and no copies of them in memory")
         return apart
 
     def _refuse_changed(self) -> None:
@@ -144,8 +142,9 @@ class DelayedSteps(StepsOf):
     def _refuse_idle(self, why: str) -> NoReturn:
         raise ConfigError(
             f"{self}(delayed=True): nothing can be updated while the model computes: {why}",
-            'zerograph.backend(offload="optimizer" or "gradients", tier="host") keeps copies on the device, and '
-            'offload="parameters" with dtype=torch.bfloat16 on the host; or leave delayed out',
+            'zerograph.backend(offload="optimizer" or "gradients") keeps copies on the device where the host is another '
+            'memory, and elsewhere with dtype=torch.bfloat16; offload="parameters", tier="host" with that dtype keeps '
+            "them on the host; or leave delayed out",
         )
 
     def refuse(self, what: str, hint: str) -> NoReturn:

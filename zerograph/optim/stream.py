@@ -94,10 +94,12 @@ class Stream:
         # Of this update, where gradients are on NVMe, and by place of a parameter what follows it elsewhere.
         self._gradients: dict[Block, tuple[Extent, int] | None] = {}
         self._follow: dict[StatePlace, Tensor] = {}
+        self._late: dict[StatePlace, Tensor] = {}  # second copies of 16-bit parameters, which follow their masters
         # Of members in several chunks: their counts, and copies that all chunks but the last increment.
         self._counts: list[tuple[Tensor, Tensor]] = []
         self._chunks: list[_StoredChunk] = []
         places = {_place(m) for part in self.parts for m in part.members}
+        self._mastered = {_place(m) for part in self.parts if part.mastered for m in part.members}
         blocks = dict.fromkeys(_place(m).block for part in self.parts for m in part.members)
         begun = ((StatePlace(block, begin), name) for block in blocks for name, begin in block.begins.items())
         self._names = {p: name for p, name in begun if p in places and p.block.ends[name] > p.begin}
@@ -226,6 +228,8 @@ class Stream:
         self._gradients = {chunk.block: home(chunk.block) for chunk in self._chunks if chunk.gradient}
         copied = {place: self._store.copies.begin_to_follow(name) for place, name in self._names.items()}
         self._follow = {place: copy for place, copy in copied.items() if copy is not None}
+        late = {p: self._store.copies.late(self._names[p]) for p in self._mastered & self._names.keys()}
+        self._late = {place: copy for place, copy in late.items() if copy is not None}
         try:
             through_slots(
                 self._chunks,
@@ -299,12 +303,19 @@ class Stream:
         return self._store.gradients.stay(chunk.block) and part.grad_dtype == chunk.block.dtype
 
     def _bring_copies(self, chunk: _StoredChunk) -> None:
-        """Begin to copy what was updated to where it is gathered from."""
-        for place, copy in self._follow.items():
-            first = max(chunk.begin, place.begin) - place.begin
-            size = min(chunk.end - place.begin, len(copy)) - first
-            if place.block is chunk.block and size > 0 and chunk.parameter is not None:
-                self._copy(chunk, chunk.parameter, place.begin, copy, first, size, here=False)
+        """Begin to copy what was updated to where it is gathered from; what is to be gathered later is beside it."""
+        for copies, later in ((self._follow, False), (self._late, True)):
+            for place, copy in copies.items():
+                first = max(chunk.begin, place.begin) - place.begin
+                size = min(chunk.end - place.begin, len(copy)) - first
+                if place.block is not chunk.block or size <= 0 or chunk.parameter is None:
+                    continue
+                if later:
+                    at = place.begin + first - chunk.begin
+                    own = chunk.view(chunk.parameter).view(chunk.parameter.dtype)
+                    copy[first : first + size].copy_(own[at : at + size])
+                else:
+                    self._copy(chunk, chunk.parameter, place.begin, copy, first, size, here=False)
 
     def _copy(
         self, chunk: _StoredChunk, kind: _Slotted, begin: int, flat: Tensor, first: int, size: int, *, here: bool
