@@ -23,6 +23,7 @@ from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.arguments import require, require_kind
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.machine import is_disk
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
@@ -419,7 +420,7 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
     if owner is None:
         return fill(model, None, init, given)
     homes = owner._planner.homes_before()
-    leaves = homes.parameters == "nvme"
+    leaves = is_disk(homes.parameters)
     if leaves:
         owner._store.early.forget()
         owner._store.reserve({}, homes, owner.config.casts, MOMENTS, early=True)

@@ -25,7 +25,7 @@ from zerograph.compiler.room import Disk, disks, room_on, rooms
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
-from zerograph.core.machine import TIERS, Machine, Precision, Tier, preset_for
+from zerograph.core.machine import OFFLOAD_TIERS, TIER_NAMES, Machine, Precision, Tier, is_disk, preset_for
 from zerograph.core.param_bytes import shard_bytes, state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Plan
 from zerograph.core.step import Param, Step
@@ -166,7 +166,7 @@ class Planner:
 
     def _require_room_of(self, step: Step, plan: Plan) -> None:
         saved = offloaded(step, plan)
-        for tier in TIERS[1:]:
+        for tier in OFFLOAD_TIERS:
             kept = kept_on(tier, plan, self._moments, self.staging)
             self._require_room(tier, kept | {"activations": saved.get(tier, 0)})
 
@@ -182,20 +182,22 @@ class Planner:
             return
         parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in kept.items() if size)
         enough = repr(f"{-(-need // int((1 - RESERVE) * 2**20))}MiB")
-        more = f"nvme={enough} in folders that have it" if tier == "nvme" else f"host_memory={enough}"
+        where, more = f"the {tier}", f"host_memory={enough}"
+        if is_disk(tier):
+            where, more = TIER_NAMES[tier], f"nvme={enough} in folders that have it"
         raise InfeasibleError(
-            f"the plan keeps {format_bytes(need)} {'on NVMe' if tier == 'nvme' else 'on the host'} per rank ({parts}) "
+            f"the plan keeps {format_bytes(need)} on {where} per rank ({parts}) "
             f"and may use {format_bytes(have)}, the reserve taken off{self._whose_room()}",
             f"give each rank {more}, offload less, or use more ranks",
         )
 
     def _room_on(self, tier: Tier) -> int:
-        return int((self.room if tier == "nvme" else self._host) * (1 - RESERVE))
+        return int((self.room if is_disk(tier) else self._host) * (1 - RESERVE))
 
     @property
     def staging(self) -> Tier:
-        """The tier whose memory NVMe reads and writes."""
-        return "host" if self._machine.has_host else "device"
+        """The tier whose memory disks read and write."""
+        return self._machine.staging
 
     def budget(self, step: Step | None = None) -> int | dict[Tier, int]:
         """Bytes that a searched plan may need: of the device, or of each tier where something may leave it.
@@ -208,7 +210,7 @@ class Planner:
         # No more than could ever go there, so that plans do not depend on what else is on a disk with room enough.
         most = sum(p.numel() * (p.element_size() + 4) * (self._moments + 3) for p in self._params.values())
         most += sum(value.bytes for value in step.values) if step is not None else 0
-        return {"device": self._budget, **{tier: min(self._room_on(tier), most) for tier in TIERS[1:]}}
+        return {"device": self._budget, **{tier: min(self._room_on(tier), most) for tier in OFFLOAD_TIERS}}
 
     def homes_before(self) -> Homes:
         """Where parameters are materialized, before anything is planned.
@@ -221,14 +223,14 @@ class Planner:
         homes, params = homes_of(self._config), [_param(name, p) for name, p in self._params.items()]
         if self._config.offload == "auto" and sum(shard_bytes(p, self._world_size) for p in params) > self._budget:
             homes = farthest(self._config)
-        if homes.parameters == "nvme":
+        if is_disk(homes.parameters):
             placed = Shards.of(params, self._world_size, self._moments, self.staging).at(homes)
             # Values lie apart at first, and are then copied to their buckets' places.
             kept = {
                 "parameters": placed.parameters, "parameters until the first plan": placed.left,
                 "optimizer states": placed.optimizer,
             }  # fmt: skip
-            self._require_room("nvme", kept)
+            self._require_room(homes.parameters, kept)
         return homes
 
     def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:

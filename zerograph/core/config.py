@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.core.arguments import paths, require, require_flag
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.core.machine import Machine, Tier, machine_from
+from zerograph.core.machine import OFFLOAD_TIERS, Machine, OffloadTier, Tier, is_disk, machine_from, offload_tier
 from zerograph.core.plan import OFFLOADS, UPDATES, Bucket, GivenPlan, Offload, Update, level_at
 from zerograph.core.units import parse_bytes
 
@@ -26,7 +26,6 @@ DEFAULT_BUCKET_SIZE = 32 * 2**20
 DEFAULT_PREFETCH = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 OFFLOAD = (*OFFLOADS, "auto")
-OFFLOAD_TIERS = ("host", "nvme")
 ACTIVATIONS = ("auto", "keep", *OFFLOAD_TIERS)
 TileOption = Literal["auto", "off"] | int | tuple[tuple[str, int], ...]
 """Tiles of parameters: a number, or numbers by patterns of names."""
@@ -103,10 +102,10 @@ class Config:
     recompute: Recompute = "auto"
     tile: TileOption = "auto"
     offload: Offload | Literal["auto"] = "none"
-    tier: Literal["host", "nvme"] | None = None
+    tier: OffloadTier | None = None
     update: Update = "host"
     host_memory: int | None = None
-    activations: Literal["auto", "keep", "host", "nvme"] = "auto"
+    activations: Literal["auto", "keep", OffloadTier] = "auto"
     path: tuple[str, ...] = ()
     nvme: int | None = None
     loss_tiles: int | Literal["auto"] = "auto"
@@ -138,6 +137,11 @@ class Config:
         return self._shards_on | self.saved_on
 
     @property
+    def files(self) -> bool:
+        """Whether some of that is kept in files."""
+        return any(map(is_disk, self.away))
+
+    @property
     def _shards_on(self) -> frozenset[Tier]:
         replayed = [bucket.homes.away for bucket in self._buckets]
         chosen = {self.target} if self.offload != "none" else set()
@@ -154,7 +158,7 @@ class Config:
     @property
     def saved(self) -> Tier:
         """Where what layers save waits for the backward, unless a plan says otherwise."""
-        return self.activations if self.activations in ("host", "nvme") else "device"
+        return offload_tier(self.activations)
 
     @property
     def target(self) -> Tier:
@@ -196,12 +200,12 @@ class Config:
             UnsupportedError: nothing carries them out there yet.
             ConfigError: nothing would leave the device.
         """
-        away, given = self.away, self.plan.plan if self.plan is not None else None
-        if "nvme" in away and device != "cpu":
+        given = self.plan.plan if self.plan is not None else None
+        if self.files and device != "cpu":
             raise UnsupportedError(f"a model on {device} cannot keep anything on NVMe yet", 'tier="host", or a CPU')
         if "device" in (self.update, given.update if given is not None else "host") and device != "cpu":
             raise UnsupportedError(f"states on the host cannot be updated on {device} yet", 'update="host"')
-        if "host" in away and device == "cpu" and not self.split:
+        if "host" in self.away and device == "cpu" and not self.split:
             raise ConfigError(
                 "the memory of a CPU's host is its device's: nothing would leave it",
                 'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
@@ -299,13 +303,13 @@ class Config:
         # First what no stage could do, then what no backend does yet: the second error would hide the first.
         level_at(self.sharding, "optimizer" if self.offload == "auto" else self.offload)
         require(
-            "nvme" not in self.away or bool(self.path),
+            not self.files or bool(self.path),
             "tensors that go to NVMe need a folder to be kept in",
             'path="/folder/on/a/disk", or several in a list, over which it is striped',
         )
         given = [name for name in ("path", "nvme") if getattr(self, name)]
         require(
-            "nvme" in self.away or not given,
+            self.files or not given,
             f"{' and '.join(given)} given, and nothing goes to NVMe",
             'say what goes there: offload="optimizer", activations="nvme", or offload="auto" with memory=',
         )

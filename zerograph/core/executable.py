@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerograph.core.machine import Machine, Tier
+from zerograph.core.machine import OFFLOAD_TIERS, Machine, Tier, is_disk
 from zerograph.core.plan import Plan
 
 
@@ -27,8 +27,8 @@ class Executable:
             nvme: whether it has a folder on NVMe.
         """
         # NVMe behind the host of a GPU is not reached.
-        there: dict[Tier, bool] = {"host": machine.has_host, "nvme": nvme and machine.device == "cpu"}
-        return cls(tuple(tier for tier, runs in there.items() if runs))
+        disks = nvme and machine.device == "cpu"
+        return cls(tuple(tier for tier in OFFLOAD_TIERS if (disks if is_disk(tier) else machine.has_host)))
 
     def missing(self, plan: Plan) -> str:
         """The features that ``plan`` needs beyond those, for people; empty when it can be run."""
