@@ -18,7 +18,7 @@ from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
 from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import Report
-from zerograph.compiler.room import memory_here
+from zerograph.compiler.room import free_room
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.arguments import require, require_kind
 from zerograph.core.config import Config
@@ -149,8 +149,7 @@ class Backend:
             self._adoption.params,
             ranks.device,
             ranks.agreement,
-            folders=config.path,
-            host=[memory_here()] if "host" in config.away else (),
+            free=free_room(config),
         )
         self._compilation = Compilation(
             world_size=ranks.size,
@@ -167,7 +166,7 @@ class Backend:
 
     def _open_arena(self, size: int) -> Arena | None:
         held = sum(arena.size for arena in {self._store.room.opened, *self._store.saved.arenas} if arena is not None)
-        left = self._planner.room - held
+        left = self._planner.room["nvme"] - held
         if self.config.nvme:  # all at once
             return None if held else Arena(self.config.path, self.config.nvme)
         return Arena(self.config.path, min(size, left)) if left > 0 else None

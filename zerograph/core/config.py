@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.core.arguments import paths, require, require_flag
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.core.machine import OFFLOAD_TIERS, Machine, OffloadTier, Tier, is_disk, machine_from, offload_tier
+from zerograph.core.machine import OFFLOAD_TIERS, TIER_NAMES, Machine, OffloadTier, Tier, machine_from, offload_tier
 from zerograph.core.plan import OFFLOADS, UPDATES, Bucket, GivenPlan, Offload, Update, level_at
 from zerograph.core.units import parse_bytes
 
@@ -27,6 +28,9 @@ DEFAULT_PREFETCH = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 OFFLOAD = (*OFFLOADS, "auto")
 ACTIVATIONS = ("auto", "keep", *OFFLOAD_TIERS)
+FOLDERS: Mapping[Tier, str] = {"nvme": "path"}
+ROOM: Mapping[Tier, str] = {"host": "host_memory", "nvme": "nvme"}
+"""By tier, the arguments that say in which folders it is, and how many bytes of it a rank may use."""
 TileOption = Literal["auto", "off"] | int | tuple[tuple[str, int], ...]
 """Tiles of parameters: a number, or numbers by patterns of names."""
 _LEAVES = ("offload", "tier", "update", "activations")
@@ -137,9 +141,13 @@ class Config:
         return self._shards_on | self.saved_on
 
     @property
-    def files(self) -> bool:
-        """Whether some of that is kept in files."""
-        return any(map(is_disk, self.away))
+    def folders(self) -> dict[Tier, tuple[str, ...]]:
+        """The folders of each disk that has some."""
+        return {disk: folders for disk, name in FOLDERS.items() if (folders := getattr(self, name))}
+
+    def room(self, tier: Tier) -> int | None:
+        """Bytes of ``tier`` that a rank may use; None where that was not told."""
+        return getattr(self, ROOM[tier])  # type: ignore[no-any-return]
 
     @property
     def _shards_on(self) -> frozenset[Tier]:
@@ -201,7 +209,7 @@ class Config:
             ConfigError: nothing would leave the device.
         """
         given = self.plan.plan if self.plan is not None else None
-        if self.files and device != "cpu":
+        if self.away & FOLDERS.keys() and device != "cpu":
             raise UnsupportedError(f"a model on {device} cannot keep anything on NVMe yet", 'tier="host", or a CPU')
         if "device" in (self.update, given.update if given is not None else "host") and device != "cpu":
             raise UnsupportedError(f"states on the host cannot be updated on {device} yet", 'update="host"')
@@ -302,17 +310,18 @@ class Config:
         )
         # First what no stage could do, then what no backend does yet: the second error would hide the first.
         level_at(self.sharding, "optimizer" if self.offload == "auto" else self.offload)
-        require(
-            not self.files or bool(self.path),
-            "tensors that go to NVMe need a folder to be kept in",
-            'path="/folder/on/a/disk", or several in a list, over which it is striped',
-        )
-        given = [name for name in ("path", "nvme") if getattr(self, name)]
-        require(
-            self.files or not given,
-            f"{' and '.join(given)} given, and nothing goes to NVMe",
-            'say what goes there: offload="optimizer", activations="nvme", or offload="auto" with memory=',
-        )
+        for disk, folders in FOLDERS.items():
+            require(
+                disk not in self.away or disk in self.folders,
+                f"tensors that go to {TIER_NAMES[disk]} need a folder to be kept in",
+                f'{folders}="/folder/on/a/disk", or several in a list, over which it is striped',
+            )
+            given = [name for name in (folders, ROOM[disk]) if getattr(self, name)]
+            require(
+                disk in self.away or not given,
+                f"{' and '.join(given)} given, and nothing goes to {TIER_NAMES[disk]}",
+                f'say what goes there: offload="optimizer", activations="{disk}", or offload="auto" with memory=',
+            )
         require(
             self.update in UPDATES,
             f"update must be one of {UPDATES}, got {self.update!r}",
@@ -359,10 +368,11 @@ def _tiles(options: dict[str, Any]) -> dict[str, TileOption]:
 
 
 def _folders(options: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    path = options.get("path")
-    if path is None:
-        return {"path": ()} if "path" in options else {}
-    return {"path": paths("path", path, "a folder", 'path="/mnt/nvme"')}
+    given = {name: options[name] for name in FOLDERS.values() if name in options}
+    return {
+        name: () if told is None else paths(name, told, "a folder", f'{name}="/mnt/nvme"')
+        for name, told in given.items()
+    }
 
 
 def _size(name: str, size: object, example: str) -> int:
