@@ -18,11 +18,12 @@ from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
 from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import Report
-from zerograph.compiler.room import memory_here
+from zerograph.compiler.room import free_room
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.arguments import require, require_kind
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.machine import is_disk
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
@@ -148,8 +149,7 @@ class Backend:
             self._adoption.params,
             ranks.device,
             ranks.agreement,
-            folders=config.path,
-            host=[memory_here()] if "host" in config.away else (),
+            free=free_room(config),
         )
         self._compilation = Compilation(
             world_size=ranks.size,
@@ -166,7 +166,7 @@ class Backend:
 
     def _open_arena(self, size: int) -> Arena | None:
         held = sum(arena.size for arena in {self._store.room.opened, *self._store.saved.arenas} if arena is not None)
-        left, timings = self._planner.room - held, self._store.timings
+        left, timings = self._planner.room["nvme"] - held, self._store.timings
         if self.config.nvme:  # all at once
             return None if held else Arena(self.config.path, self.config.nvme, timings=timings)
         return Arena(self.config.path, min(size, left), timings=timings) if left > 0 else None
@@ -419,7 +419,7 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
     if owner is None:
         return fill(model, None, init, given)
     homes = owner._planner.homes_before()
-    leaves = homes.parameters == "nvme"
+    leaves = is_disk(homes.parameters)
     if leaves:
         owner._store.early.forget()
         owner._store.reserve({}, homes, owner.config.casts, MOMENTS, early=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zerograph.core.machine import Tier
+from zerograph.core.machine import Tier, is_disk
 from zerograph.core.plan import Param, ParamTile
 from zerograph.runtime.buffers import tile_of
 from zerograph.runtime.homes.blocks import Block
@@ -40,8 +40,10 @@ class GradientHome:
         away: dict[Tier, dict[str, Tensor]] = {}
         for name, grad in made.items():
             away.setdefault(self._home_of(name, grad.dtype), {})[name] = grad
-        given: dict[str, Tensor | None] = dict(self._locations.hosted.spill(away["host"])) if "host" in away else {}
-        given |= self._spill_to_nvme(away.get("nvme", {}))
+        given: dict[str, Tensor | None] = {}
+        for tier, leaving in away.items():
+            if tier != "device":
+                given |= self._spill_to_nvme(leaving) if is_disk(tier) else self._locations.hosted.spill(leaving)
         # model.to(dtype) has brought the others here.
         return [given.get(p.name, grad) for p, grad in zip(params, grads, strict=True)]
 
@@ -62,7 +64,7 @@ class GradientHome:
         home = self._home_of(tile.name, grad.dtype)
         if home == "host":
             return locations.hosted.spill_tile(tile, grad, into)
-        if home == "nvme" and like.is_contiguous():
+        if is_disk(home) and like.is_contiguous():
             given = self._to_nvme().spill_tile(locations.blocks[tile.name], tile, grad)
             return given if tile.begin == 0 else into
         # It leaves as a whole, if at all: its rows lie all over it.
@@ -86,7 +88,7 @@ class GradientHome:
             return "host" if name in self._locations.on_host or self._locations.is_apart(name) else "device"
         home = self.homes[block]
         # model.to(dtype) has brought the parameter here.
-        return "device" if home == "nvme" and dtype != block.dtype else home
+        return "device" if is_disk(home) and dtype != block.dtype else home
 
     def stage(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Begin to copy gradients, or tiles of them, to the host, from where :meth:`spill` moves them on."""

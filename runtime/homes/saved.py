@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zerograph.core.errors import StorageError
 from zerograph.core.instructions import Move
-from zerograph.core.machine import Tier
+from zerograph.core.machine import Tier, is_disk
 from zerograph.core.program import Program
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.core.units import format_bytes
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 def room_for(program: Program) -> int:
     """Bytes on NVMe that what ``program`` saves takes there."""
-    moves = (i for i in program.instructions if isinstance(i, Move) and i.what == "activations" and i.target == "nvme")
+    moves = (i for i in program.instructions if isinstance(i, Move) and i.what == "activations" and is_disk(i.target))
     saved = (program.contents[register] for move in moves for register in dict.fromkeys(move.writes))
     homes = {content.storage: content.bytes for content in saved}
     return sum(map(_aligned, homes.values()))
@@ -106,7 +106,7 @@ class SavedActivations:
         for span in _spans(tensors):
             if _stays(tensors, span):
                 continue
-            home = self._to_nvme(span.bytes, whose) if tier == "nvme" else self._to_host(span.bytes)
+            home = self._to_nvme(span.bytes, whose) if is_disk(tier) else self._to_host(span.bytes)
             if home is not None:
                 for k in span.members:
                     found[k] = _as(tensors[k], span.bytes, home)

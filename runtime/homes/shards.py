@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
+from zerograph.core.machine import is_disk
 from zerograph.core.placement import Unplanned, copy_tier, values_tier
 from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.runtime import delayed
@@ -121,10 +122,10 @@ class ShardStore:
         for bucket in plan.buckets:
             if "host" in (bucket.homes.parameters, bucket.homes.optimizer):
                 self._move_to_host(bucket, moved)
-            if bucket.homes.optimizer != "nvme":
+            if not is_disk(bucket.homes.optimizer):
                 continue
             new = [p for p in bucket.params if p.sharded and p.name not in self.locations.blocks]
-            away = bucket.homes.parameters == "nvme"
+            away = is_disk(bucket.homes.parameters)
             kinds: dict[tuple[bool, str], list[Param]] = {}
             for param in new if away else [p for p in new if p.trainable]:
                 kinds.setdefault((param.trainable, param.dtype), []).append(param)
@@ -162,16 +163,16 @@ class ShardStore:
         single, total, split = torch.float32.itemsize, 0, self.locations.host is not None
         for name, param in self.locations.params.items():
             homes = own.get(name, rest)
-            if homes.optimizer != "nvme":
+            if not is_disk(homes.optimizer):
                 continue
             # Frozen ones count as if they trained, since they may later.
             unplanned = Unplanned(True, masters and param.dtype == torch.float32)
-            each = param.itemsize * ((values_tier(unplanned, homes, split) == "nvme") + early)
-            each += torch.bfloat16.itemsize * (copy_tier(unplanned, homes, split) == "nvme")
+            each = param.itemsize * (is_disk(values_tier(unplanned, homes, split)) + early)
+            each += torch.bfloat16.itemsize * is_disk(copy_tier(unplanned, homes, split))
             if param.requires_grad:
                 # Of 16 bits an optimizer may keep a master.
                 each += (moments + (param.itemsize < single)) * single
-                each += param.itemsize * (homes.gradients == "nvme")
+                each += param.itemsize * is_disk(homes.gradients)
             total += -(-local_tensor(param).numel() // UNIT) * UNIT * each
         arena = self.room.reserve(total + activations)
         self.saved.arenas, self.saved.room = [arena], arena.size - total
@@ -197,7 +198,7 @@ class ShardStore:
         at = self.locations
         block = Block.of(bucket.name, torch_dtype(params[0].dtype), {p.name: at.local(p.name).numel() for p in params})
         homes, split = bucket.homes, at.host is not None
-        leaving = [p for p in params if values_tier(p, homes, split) == "nvme"]
+        leaving = [p for p in params if is_disk(values_tier(p, homes, split))]
         if leaving:
             size = block.elements * block.dtype.itemsize
             extent = self.room.allocate(size, f"parameters of bucket {block.name}")
@@ -208,7 +209,7 @@ class ShardStore:
                 self.room.arena.free(extent)
                 raise
             at.parameters[block] = extent
-        if any(copy_tier(p, homes, split) == "nvme" for p in leaving):
+        if any(is_disk(copy_tier(p, homes, split)) for p in leaving):
             at.copied[block] = self.room.allocate(block.elements * 2, f"copies of bucket {block.name}")
         for param in leaving:
             self._leave(param, block, homes)
@@ -243,7 +244,7 @@ class ShardStore:
         offset = block.begins[described.name] * param.dtype.itemsize
         copy, dtype = None, torch_dtype(described.compute_dtype)
         tier = copy_tier(described, homes, split=at.host is not None)
-        if tier == "nvme":
+        if is_disk(tier):
             copy = Copy(None, dtype, None)
         elif at.host is not None:
             copy = at.host.copy_of(described, homes)

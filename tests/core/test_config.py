@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerograph
 from zerograph.compiler.frame_plan import farthest, homes_of
-from zerograph.core.config import OFFLOAD, OFFLOAD_TIERS, Config
+from zerograph.core.config import OFFLOAD, Config
 from zerograph.core.errors import ConfigError, ZeroGraphError
-from zerograph.core.machine import TIERS, machine_named
+from zerograph.core.machine import machine_named
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, level_at
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -179,7 +179,7 @@ def test_what_a_stage_does_not_shard_cannot_be_offloaded(stage: int, offload: st
 
 
 def test_offload_has_the_vocabulary_of_plans() -> None:
-    assert (*OFFLOADS, "auto") == OFFLOAD and TIERS[1:] == OFFLOAD_TIERS
+    assert (*OFFLOADS, "auto") == OFFLOAD
     for stage in range(4):
         for level, offload in enumerate(OFFLOADS):
             homes = Homes(**dict.fromkeys(OFFLOADS[1 : level + 1], "host"))

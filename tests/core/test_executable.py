@@ -47,10 +47,10 @@ def test_what_is_missing(plan: Plan, cpu: str, cuda: str) -> None:
 
 def test_where_something_may_go_on_a_split_machine() -> None:
     split = replace(machine_named("cpu"), split=True)
-    assert Executable.on(split).tiers == ("host", "nvme") and Executable.on(split, nvme=False).tiers == ("host",)
+    assert Executable.on(split).tiers == ("host", "nvme") and Executable.on(split, disks=()).tiers == ("host",)
     beyond = replace(PLAN, buckets=(replace(PLAN.buckets[0], homes=Homes("host", "host", "nvme")),))
     assert Executable.on(split).missing(beyond) == ""
-    assert Executable.on(split, nvme=False).missing(beyond) == (
+    assert Executable.on(split, disks=()).missing(beyond) == (
         "parameters and gradients on host, optimizer on nvme (bucket a)"
     )
 
@@ -59,4 +59,4 @@ def test_activations_go_where_shards_may() -> None:
     split = replace(machine_named("cpu"), split=True)
     both = replace(PLAN, offload=(("blocks.0", "host"), ("blocks.1", "nvme")))
     assert Executable.on(split).missing(both) == ""
-    assert Executable.on(split, nvme=False).missing(both) == "activations of blocks.1 on nvme"
+    assert Executable.on(split, disks=()).missing(both) == "activations of blocks.1 on nvme"

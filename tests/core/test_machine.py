@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import PRESETS, Machine, preset_for, published_rates
+from zerograph.core.machine import (
+    DISKS,
+    LINKS,
+    PRESETS,
+    TIERS,
+    Machine,
+    hops,
+    memory_name,
+    offload_tier,
+    preset_for,
+    published_rates,
+)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -73,3 +84,25 @@ def test_what_the_vendor_publishes_goes_by_the_name_of_the_device() -> None:
 def test_a_disturbed_machine_says_so() -> None:
     assert replace(PRESETS["cpu"], disturbed=0.38).title == "cpu (measured while others took 38% of it)"
     assert PRESETS["cpu"].title == "cpu"
+
+
+def test_bytes_pass_the_host_between_device_and_disk() -> None:
+    assert all(hops(*link, staging) == (link,) for link in LINKS for staging in ("host", "device"))
+    assert hops("nvme", "device", "host") == (("nvme", "host"), ("host", "device"))
+    assert hops("device", "nvme", "host") == (("device", "host"), ("host", "nvme"))
+    # On a CPU the host's memory is the device's.
+    assert hops("nvme", "device", "device") == (("nvme", "host"),)
+    assert hops("device", "nvme", "device") == (("host", "nvme"),)
+
+
+def test_a_disk_is_slower_while_it_is_read_and_written() -> None:
+    machine = replace(PRESETS["cpu"], nvme_both=1e9)
+    assert machine.link("nvme", "host") == machine.nvme_read
+    assert machine.link("nvme", "host", both=True) == replace(machine.nvme_read, rate=5e8)
+    assert machine.link("host", "device", both=True) == machine.h2d
+
+
+def test_names_of_tiers() -> None:
+    assert [memory_name(tier) for tier in TIERS] == ["device memory", "host memory", "NVMe"]
+    assert [offload_tier(choice) for choice in ("auto", "keep", "recompute", None)] == ["device"] * 4
+    assert all(offload_tier(tier) == tier for tier in TIERS) and set(TIERS) >= DISKS

@@ -17,7 +17,7 @@ import zerograph
 from zerograph.core import slots
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
-from zerograph.core.machine import Machine, machine_named
+from zerograph.core.machine import DISKS, Machine, machine_named
 from zerograph.core.step import Step
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.search.constraints import Constraints
@@ -57,7 +57,7 @@ def _as_in_memory(folder: str) -> None:
     step = next(frame.step for frame in plain.backend.frames if frame.step.training)
     cpu, split = machine_named("cpu"), replace(machine_named("cpu"), split=True)
     for machine, more in ((cpu, {"path": folder}), (split, {}), (split, {"path": folder})):
-        runs = Executable.on(machine, nvme="path" in more)
+        runs = Executable.on(machine, DISKS if "path" in more else ())
         tight = _tight(step, machine, runs)
         away = Run(adamw, stage="auto", offload="auto", machine=machine, **tight, **more)
         _accumulates_and_evaluates(away)

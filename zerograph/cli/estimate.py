@@ -16,7 +16,7 @@ from zerograph.cli.size_options import COUNT, SIZES, sizes
 from zerograph.cli.terminal import progress, show_table
 from zerograph.cli.verbosity import model_code, verbose_option
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import PRESETS, TIERS, Tier, machine_from
+from zerograph.core.machine import OFFLOAD_TIERS, PRESETS, TIERS, Tier, machine_from
 from zerograph.core.plan import OFFLOADS, Offload
 from zerograph.planner.estimate.estimate import RESERVE, Question, Row, estimate_rows, fastest
 from zerograph.planner.estimate.largest_estimate import WHATS, What, largest_estimate
@@ -193,7 +193,7 @@ def _show(
         from zerograph.dryrun.largest_fit import describe_answer
 
         offload, tier = _offloaded(question)
-        where = "nothing offloaded" if offload == "none" else f"{offload} on {tier or 'host or nvme'}"
+        where = "nothing offloaded" if offload == "none" else f"{offload} on {tier or ' or '.join(OFFLOAD_TIERS)}"
         click.echo(f"traced step, stage {stage}, {where}: {describe_answer(str(what), *solved)}")
     show_table(cells(table, best), NUMBERS, BELOW, BELOW)
     if missing:

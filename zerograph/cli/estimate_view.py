@@ -26,7 +26,7 @@ def cells(table: Iterable[Row], best: Row | None) -> list[list[Cell]]:
     return [header, *body]
 
 
-_HEADER = ("", "strategy", "fits", "activations", "tiles", "device", "host", "nvme", "seconds", "tokens/s", "bound by")
+_HEADER = ("", "strategy", "fits", "activations", "tiles", *TIERS, "seconds", "tokens/s", "bound by")
 NUMBERS = frozenset(range(5, 10))
 BELOW = frozenset({2, 3, 4, 5, 6, 7, 10})
 """Columns that stand below their rows on a terminal that is too narrow for all of them."""

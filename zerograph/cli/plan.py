@@ -14,11 +14,11 @@ from zerograph.cli.size_options import SIZES, sizes
 from zerograph.cli.terminal import progress, show_lines
 from zerograph.cli.verbosity import model_code, verbose_option
 from zerograph.cli.view.screen import show_summary
-from zerograph.core.config import ACTIVATIONS, OFFLOAD, OFFLOAD_TIERS
+from zerograph.core.config import ACTIVATIONS, OFFLOAD
 from zerograph.core.errors import ConfigError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.reading import check_writable
-from zerograph.core.machine import DTYPES, PRECISIONS, machine_from
+from zerograph.core.machine import DTYPES, OFFLOAD_TIERS, PRECISIONS, machine_from
 from zerograph.core.plan import OVERLAPS
 from zerograph.core.step import Dimension
 from zerograph.core.units import format_bytes

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.agreement import Agreement
 from zerograph.compiler.compilation import Plain
-from zerograph.compiler.room import Disk, disks, room_on, rooms
-from zerograph.core.config import Config
+from zerograph.compiler.room import Disk, room_on, rooms
+from zerograph.core.config import ROOM, Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
-from zerograph.core.machine import TIERS, Machine, Precision, Tier, preset_for
+from zerograph.core.machine import OFFLOAD_TIERS, TIER_NAMES, TIERS, Machine, Precision, Tier, is_disk, preset_for
 from zerograph.core.param_bytes import shard_bytes, state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Plan
 from zerograph.core.step import Param, Step
@@ -62,7 +62,7 @@ class Planner:
 
     Attributes:
         searched: bytes that the last plan found by a search was predicted to need.
-        room: bytes that each rank may reserve on NVMe.
+        room: bytes that each rank may use of each tier beside the device.
     """
 
     def __init__(
@@ -73,8 +73,7 @@ class Planner:
         device: torch.device,
         agreement: Agreement | None = None,
         moments: int = MOMENTS,
-        folders: Sequence[str] = (),
-        host: Sequence[Disk] = (),
+        free: Mapping[Tier, Sequence[Disk]] | None = None,
     ) -> None:
         """All ranks call this together: the smallest budgets of all count.
 
@@ -82,8 +81,7 @@ class Planner:
             params: the sharded parameters of the model by name, now and later.
             device: where the model lives.
             moments: tensors that the optimizer keeps per parameter.
-            folders: on NVMe, for what leaves the device; without them its room is not looked at.
-            host: the host's memory, for the same; likewise.
+            free: the free memory of tiers that ranks share, for what leaves the device; others are not looked at.
 
         Raises:
             ConfigError: the plan to replay is for another number of ranks, or something is to be searched without
@@ -99,12 +97,12 @@ class Planner:
         self._found: tuple[Step, Found] | None = None  # by the last search
         self._asked: Counter[str] = Counter()
         self._machine = machine_of(config, device)
-        self._budget, self._host, self.room = 0, sys.maxsize, sys.maxsize
+        self._budget, self.room = 0, dict.fromkeys(TIERS[1:], sys.maxsize)
         self._whose: dict[Tier, str] = {}  # room it is, where ranks have different ones
         if config.searches or config.away:
-            self._learn_budgets(device, folders, host)
+            self._learn_budgets(device, free or {})
 
-    def _learn_budgets(self, device: torch.device, folders: Sequence[str], host: Sequence[Disk]) -> None:
+    def _learn_budgets(self, device: torch.device, free: Mapping[Tier, Sequence[Disk]]) -> None:
         config = self._config
         memory = config.memory
         # A GPU is this rank's alone; a CPU's memory is shared with other ranks, so that its part must be told.
@@ -116,19 +114,16 @@ class Planner:
                 f"{asked} on {device.type} needs to be told how much memory a rank may use",
                 f'for example zerograph.backend({asked}, memory="8GiB")',
             )
-        mine: dict[str, Any] = {
-            "memory": memory,
-            "host": config.host_memory or self._machine.capacity("host", self._world_size),
-            "free": host if config.host_memory is None else (),
-            "nvme": config.nvme or sys.maxsize,
-            "disks": disks(folders),
-        }
+        host = self._machine.capacity("host", self._world_size)
+        most = {tier: config.room(tier) or (host if tier == "host" else sys.maxsize) for tier in OFFLOAD_TIERS}
+        mine: dict[str, Any] = {"memory": memory, "most": most, "free": free}
         told = self._agreement.answers("budget", mine) if self._agreement is not None else [mine]
         if memory is not None:
             self._budget = int(self._least("device", [one["memory"] for one in told]) * (1 - RESERVE))
-        free, room = rooms([one["free"] for one in told]), rooms([one["disks"] for one in told])
-        self._host = self._least("host", [min(size, one["host"]) for size, one in zip(free, told, strict=True)])
-        self.room = self._least("nvme", [min(size, one["nvme"]) for size, one in zip(room, told, strict=True)])
+        for tier in OFFLOAD_TIERS:
+            room = rooms([one["free"].get(tier, ()) for one in told])
+            most_by_rank = (one["most"][tier] for one in told)
+            self.room[tier] = self._least(tier, [*map(min, room, most_by_rank)])
 
     def _least(self, tier: Tier, by_rank: Sequence[int]) -> int:
         """The smallest: all ranks run one plan, which must fit each of them."""
@@ -166,7 +161,7 @@ class Planner:
 
     def _require_room_of(self, step: Step, plan: Plan) -> None:
         saved = offloaded(step, plan)
-        for tier in TIERS[1:]:
+        for tier in OFFLOAD_TIERS:
             kept = kept_on(tier, plan, self._moments, self.staging)
             self._require_room(tier, kept | {"activations": saved.get(tier, 0)})
 
@@ -182,20 +177,20 @@ class Planner:
             return
         parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in kept.items() if size)
         enough = repr(f"{-(-need // int((1 - RESERVE) * 2**20))}MiB")
-        more = f"nvme={enough} in folders that have it" if tier == "nvme" else f"host_memory={enough}"
+        where, more = (TIER_NAMES[tier], " in folders that have it") if is_disk(tier) else (f"the {tier}", "")
         raise InfeasibleError(
-            f"the plan keeps {format_bytes(need)} {'on NVMe' if tier == 'nvme' else 'on the host'} per rank ({parts}) "
+            f"the plan keeps {format_bytes(need)} on {where} per rank ({parts}) "
             f"and may use {format_bytes(have)}, the reserve taken off{self._whose_room()}",
-            f"give each rank {more}, offload less, or use more ranks",
+            f"give each rank {ROOM[tier]}={enough}{more}, offload less, or use more ranks",
         )
 
     def _room_on(self, tier: Tier) -> int:
-        return int((self.room if tier == "nvme" else self._host) * (1 - RESERVE))
+        return int(self.room[tier] * (1 - RESERVE))
 
     @property
     def staging(self) -> Tier:
-        """The tier whose memory NVMe reads and writes."""
-        return "host" if self._machine.has_host else "device"
+        """The tier whose memory disks read and write."""
+        return self._machine.staging
 
     def budget(self, step: Step | None = None) -> int | dict[Tier, int]:
         """Bytes that a searched plan may need: of the device, or of each tier where something may leave it.
@@ -208,7 +203,7 @@ class Planner:
         # No more than could ever go there, so that plans do not depend on what else is on a disk with room enough.
         most = sum(p.numel() * (p.element_size() + 4) * (self._moments + 3) for p in self._params.values())
         most += sum(value.bytes for value in step.values) if step is not None else 0
-        return {"device": self._budget, **{tier: min(self._room_on(tier), most) for tier in TIERS[1:]}}
+        return {"device": self._budget, **{tier: min(self._room_on(tier), most) for tier in OFFLOAD_TIERS}}
 
     def homes_before(self) -> Homes:
         """Where parameters are materialized, before anything is planned.
@@ -221,14 +216,14 @@ class Planner:
         homes, params = homes_of(self._config), [_param(name, p) for name, p in self._params.items()]
         if self._config.offload == "auto" and sum(shard_bytes(p, self._world_size) for p in params) > self._budget:
             homes = farthest(self._config)
-        if homes.parameters == "nvme":
+        if is_disk(homes.parameters):
             placed = Shards.of(params, self._world_size, self._moments, self.staging).at(homes)
             # Values lie apart at first, and are then copied to their buckets' places.
             kept = {
                 "parameters": placed.parameters, "parameters until the first plan": placed.left,
                 "optimizer states": placed.optimizer,
             }  # fmt: skip
-            self._require_room("nvme", kept)
+            self._require_room(homes.parameters, kept)
         return homes
 
     def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
@@ -334,7 +329,7 @@ class Planner:
         return known
 
     def _searched(self, step: Step, states: int) -> Found:
-        runs = Executable.on(self._machine, nvme=bool(self._config.path))
+        runs = Executable.on(self._machine, self._config.folders)
         constraints = Constraints.of(self._config, self._world_size, executable=runs)
         budget = self.budget(step)
         search = Search(step, constraints, self._machine, states=states, moments=self._moments)

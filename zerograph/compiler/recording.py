@@ -37,7 +37,7 @@ from zerograph.core.instructions import (
     WaitGather,
     WaitReduce,
 )
-from zerograph.core.machine import Machine
+from zerograph.core.machine import Machine, is_disk
 from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
@@ -316,9 +316,11 @@ def _forecast(ran: Sequence[_Ran], moves: Sequence[UnderWay], memory: Sequence[t
     """The run as a timeline that starts with its first instruction. A collective has two spans: start and wait."""
     origin = ran[0].start
     told = [*_spans(ran), *(span for move in moves for span in move.spans())]
+    # Of an update that an earlier step began, some may have ended before.
+    there = sorted((each for each in told if each[0][1] > origin), key=lambda each: each[0])
     spans = [
-        replace(span, task=task, start=max(0, begin - origin) / 1e9, end=max(0, end - origin) / 1e9)
-        for task, ((begin, end), span) in enumerate(sorted(told, key=lambda each: each[0]))
+        replace(span, task=task, start=max(0, begin - origin) / 1e9, end=(end - origin) / 1e9)
+        for task, ((begin, end), span) in enumerate(there)
     ]
     return Forecast(tuple(spans), *_curve(spans, memory, origin), not_counted=NOT_COUNTED)
 
@@ -353,7 +355,7 @@ def _spans(ran: Sequence[_Ran]) -> Iterator[tuple[tuple[int, int], Span]]:
 
 def _is_told(instruction: Instruction) -> bool:
     """Whether timings say when it was under way, and not its beginning in a program."""
-    return isinstance(instruction, Move) and "nvme" in (instruction.source, instruction.target)
+    return isinstance(instruction, Move) and (is_disk(instruction.source) or is_disk(instruction.target))
 
 
 _WAITS: Mapping[type, Stream] = {WaitGather: "gather", WaitReduce: "reduce"}

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+from zerograph.core.config import Config
+from zerograph.core.machine import Tier
+
 Disk = tuple[str, int]
 """A key that tells a file system, or the memory of a host, apart from those of other hosts, and its free bytes."""
 
@@ -42,6 +45,12 @@ def disks(folders: Iterable[str]) -> list[Disk]:
         except OSError:
             continue
     return found
+
+
+def free_room(config: Config) -> dict[Tier, list[Disk]]:
+    """The free memory of the tiers beside the device, as far as ``config`` uses it and does not bound it."""
+    found = {disk: disks(folders) for disk, folders in config.folders.items()}
+    return found | ({"host": [memory_here()]} if "host" in config.away and config.host_memory is None else {})
 
 
 def _host() -> str:

@@ -10,15 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zerograph.core.files.runfile import move_key
-from zerograph.core.instructions import LINKS, Move
+from zerograph.core.instructions import Move
+from zerograph.core.machine import LINKS, is_disk
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.core.timeline import Operation, Span, Stream
 from zerograph.runtime.timings import Timing
 
 Interval = tuple[int, int]
-
-_OPERATIONS: dict[Stream, Operation] = {stream: operation for operation, stream in LINKS.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,8 @@ class UnderWay:
     @property
     def operation(self) -> Operation:
         """What they do."""
-        return _OPERATIONS.get(self.stream, "update")
+        source = next((source for (source, _), way in LINKS.items() if way == self.stream), None)
+        return "update" if source is None else "read" if is_disk(source) else "write"
 
     @property
     def key(self) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.core.arguments import paths, require, require_flag
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.core.machine import Machine, Tier, machine_from
+from zerograph.core.machine import OFFLOAD_TIERS, TIER_NAMES, Machine, OffloadTier, Tier, machine_from, offload_tier
 from zerograph.core.plan import OFFLOADS, UPDATES, Bucket, GivenPlan, Offload, Update, level_at
 from zerograph.core.units import parse_bytes
 
@@ -26,8 +27,10 @@ DEFAULT_BUCKET_SIZE = 32 * 2**20
 DEFAULT_PREFETCH = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 OFFLOAD = (*OFFLOADS, "auto")
-OFFLOAD_TIERS = ("host", "nvme")
 ACTIVATIONS = ("auto", "keep", *OFFLOAD_TIERS)
+FOLDERS: Mapping[Tier, str] = {"nvme": "path"}
+ROOM: Mapping[Tier, str] = {"host": "host_memory", "nvme": "nvme"}
+"""By tier, the arguments that say in which folders it is, and how many bytes of it a rank may use."""
 TileOption = Literal["auto", "off"] | int | tuple[tuple[str, int], ...]
 """Tiles of parameters: a number, or numbers by patterns of names."""
 _LEAVES = ("offload", "tier", "update", "activations")
@@ -103,10 +106,10 @@ class Config:
     recompute: Recompute = "auto"
     tile: TileOption = "auto"
     offload: Offload | Literal["auto"] = "none"
-    tier: Literal["host", "nvme"] | None = None
+    tier: OffloadTier | None = None
     update: Update = "host"
     host_memory: int | None = None
-    activations: Literal["auto", "keep", "host", "nvme"] = "auto"
+    activations: Literal["auto", "keep", OffloadTier] = "auto"
     path: tuple[str, ...] = ()
     nvme: int | None = None
     loss_tiles: int | Literal["auto"] = "auto"
@@ -138,6 +141,15 @@ class Config:
         return self._shards_on | self.saved_on
 
     @property
+    def folders(self) -> dict[Tier, tuple[str, ...]]:
+        """The folders of each disk that has some."""
+        return {disk: folders for disk, name in FOLDERS.items() if (folders := getattr(self, name))}
+
+    def room(self, tier: Tier) -> int | None:
+        """Bytes of ``tier`` that a rank may use; None where that was not told."""
+        return getattr(self, ROOM[tier])  # type: ignore[no-any-return]
+
+    @property
     def _shards_on(self) -> frozenset[Tier]:
         replayed = [bucket.homes.away for bucket in self._buckets]
         chosen = {self.target} if self.offload != "none" else set()
@@ -154,7 +166,7 @@ class Config:
     @property
     def saved(self) -> Tier:
         """Where what layers save waits for the backward, unless a plan says otherwise."""
-        return self.activations if self.activations in ("host", "nvme") else "device"
+        return offload_tier(self.activations)
 
     @property
     def target(self) -> Tier:
@@ -196,12 +208,12 @@ class Config:
             UnsupportedError: nothing carries them out there yet.
             ConfigError: nothing would leave the device.
         """
-        away, given = self.away, self.plan.plan if self.plan is not None else None
-        if "nvme" in away and device != "cpu":
+        given = self.plan.plan if self.plan is not None else None
+        if self.away & FOLDERS.keys() and device != "cpu":
             raise UnsupportedError(f"a model on {device} cannot keep anything on NVMe yet", 'tier="host", or a CPU')
         if "device" in (self.update, given.update if given is not None else "host") and device != "cpu":
             raise UnsupportedError(f"states on the host cannot be updated on {device} yet", 'update="host"')
-        if "host" in away and device == "cpu" and not self.split:
+        if "host" in self.away and device == "cpu" and not self.split:
             raise ConfigError(
                 "the memory of a CPU's host is its device's: nothing would leave it",
                 'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
@@ -298,17 +310,18 @@ class Config:
         )
         # First what no stage could do, then what no backend does yet: the second error would hide the first.
         level_at(self.sharding, "optimizer" if self.offload == "auto" else self.offload)
-        require(
-            "nvme" not in self.away or bool(self.path),
-            "tensors that go to NVMe need a folder to be kept in",
-            'path="/folder/on/a/disk", or several in a list, over which it is striped',
-        )
-        given = [name for name in ("path", "nvme") if getattr(self, name)]
-        require(
-            "nvme" in self.away or not given,
-            f"{' and '.join(given)} given, and nothing goes to NVMe",
-            'say what goes there: offload="optimizer", activations="nvme", or offload="auto" with memory=',
-        )
+        for disk, folders in FOLDERS.items():
+            require(
+                disk not in self.away or disk in self.folders,
+                f"tensors that go to {TIER_NAMES[disk]} need a folder to be kept in",
+                f'{folders}="/folder/on/a/disk", or several in a list, over which it is striped',
+            )
+            given = [name for name in (folders, ROOM[disk]) if getattr(self, name)]
+            require(
+                disk in self.away or not given,
+                f"{' and '.join(given)} given, and nothing goes to {TIER_NAMES[disk]}",
+                f'say what goes there: offload="optimizer", activations="{disk}", or offload="auto" with memory=',
+            )
         require(
             self.update in UPDATES,
             f"update must be one of {UPDATES}, got {self.update!r}",
@@ -355,10 +368,11 @@ def _tiles(options: dict[str, Any]) -> dict[str, TileOption]:
 
 
 def _folders(options: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    path = options.get("path")
-    if path is None:
-        return {"path": ()} if "path" in options else {}
-    return {"path": paths("path", path, "a folder", 'path="/mnt/nvme"')}
+    given = {name: options[name] for name in FOLDERS.values() if name in options}
+    return {
+        name: () if told is None else paths(name, told, "a folder", f'{name}="/mnt/nvme"')
+        for name, told in given.items()
+    }
 
 
 def _size(name: str, size: object, example: str) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from itertools import compress
 
-from zerograph.core.machine import Machine, Tier
+from zerograph.core.machine import DISKS, OFFLOAD_TIERS, Machine, Tier, is_disk
 from zerograph.core.plan import Plan
 
 
@@ -20,15 +21,15 @@ class Executable:
     tiers: tuple[Tier, ...]
 
     @classmethod
-    def on(cls, machine: Machine, *, nvme: bool = True) -> Executable:
+    def on(cls, machine: Machine, disks: Container[Tier] = DISKS) -> Executable:
         """The features that a backend carries out on ``machine``.
 
         Args:
-            nvme: whether it has a folder on NVMe.
+            disks: on which it has folders.
         """
-        # NVMe behind the host of a GPU is not reached.
-        there: dict[Tier, bool] = {"host": machine.has_host, "nvme": nvme and machine.device == "cpu"}
-        return cls(tuple(tier for tier, runs in there.items() if runs))
+        # A disk behind the host of a GPU is not reached.
+        there = (machine.device == "cpu" and t in disks if is_disk(t) else machine.has_host for t in OFFLOAD_TIERS)
+        return cls(tuple(compress(OFFLOAD_TIERS, there)))
 
     def missing(self, plan: Plan) -> str:
         """The features that ``plan`` needs beyond those, for people; empty when it can be run."""

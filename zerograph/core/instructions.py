@@ -6,11 +6,11 @@ that it runs on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zerograph.core.machine import TIERS, Tier
+from zerograph.core.machine import LINKS, TIERS, Tier, is_disk
 from zerograph.core.plan import Param
 from zerograph.core.timeline import Operation, Stream
 
@@ -305,22 +305,12 @@ class Update(_Instruction):
         return ()
 
 
-LINKS: Mapping[tuple[Tier, Tier], tuple[Operation, Stream]] = {
-    ("device", "host"): ("spill", "d2h"),
-    ("host", "device"): ("fetch", "h2d"),
-    ("host", "nvme"): ("write", "nvme_write"),
-    ("nvme", "host"): ("read", "nvme_read"),
-}
-"""The tiers between which bytes move at once, the name of such a move, and the stream that it occupies. The host reads
-and writes NVMe; on a CPU its memory is the device's."""
-
-
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes on their way from one tier to a neighbour; between others they move twice, through a staging buffer.
+    """Bytes on their way from one tier to a neighbour; to others they take several moves, through a staging buffer.
 
     Attributes:
-        source, target: a pair of :data:`LINKS`.
+        source, target: a pair of :data:`~zerograph.core.machine.LINKS`.
         what: is moved: "shard", "gradient", "states", "parameters" or "activations".
         label: whose, for people: a bucket, a tile of it, a layer or an activation.
         module: that it belongs to.
@@ -351,12 +341,14 @@ class Move:
     @property
     def operation(self) -> Operation:
         """Its name for people and viewers."""
-        return LINKS[self.source, self.target][0]
+        if is_disk(self.source) or is_disk(self.target):
+            return "read" if self.rises else "write"
+        return "fetch" if self.rises else "spill"
 
     @property
     def stream(self) -> Stream:
         """The stream that it occupies."""
-        return LINKS[self.source, self.target][1]
+        return LINKS[self.source, self.target]
 
     @property
     def rises(self) -> bool:

@@ -19,12 +19,55 @@ from zerograph.core.units import is_number
 
 VERSION = 2
 
-Tier = Literal["device", "host", "nvme"]
-TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+OffloadTier = Literal["host", "nvme"]
+OFFLOAD_TIERS: tuple[OffloadTier, ...] = ("host", "nvme")
+"""The tiers that something may leave the device for, from near to far."""
+Tier = Literal["device", OffloadTier]
+TIERS: tuple[Tier, ...] = ("device", *OFFLOAD_TIERS)
+DISKS: frozenset[Tier] = frozenset({"nvme"})
+"""The tiers whose tensors lie in files, which the host alone reads and writes."""
+TIER_NAMES: Mapping[Tier, str] = {"device": "device", "host": "host", "nvme": "NVMe"}
+"""As people call them."""
+Way = Literal["h2d", "d2h", "nvme_read", "nvme_write"]
+LINKS: Mapping[tuple[Tier, Tier], Way] = {
+    ("host", "device"): "h2d",
+    ("device", "host"): "d2h",
+    ("nvme", "host"): "nvme_read",
+    ("host", "nvme"): "nvme_write",
+}
+"""The tiers between which bytes move at once, by the link of a :class:`Machine` that they take, which is also the name
+of the stream that they occupy. On a CPU the host's memory is the device's."""
 DTYPES = ("float32", "bfloat16", "float16")
 Precision = Literal["highest", "high"]
 PRECISIONS: tuple[Precision, ...] = ("highest", "high")
 """How float32 products are computed, in torch's words (``torch.set_float32_matmul_precision``)."""
+
+
+def is_disk(tier: str | None) -> bool:
+    """Whether ``tier`` is one of :data:`DISKS`."""
+    return tier in DISKS
+
+
+def memory_name(tier: Tier) -> str:
+    """The memory of ``tier``, for people: "host memory" or "NVMe"."""
+    return TIER_NAMES[tier] + ("" if is_disk(tier) else " memory")
+
+
+def offload_tier(choice: object) -> Tier:
+    """The tier that ``choice``, an argument that may name one, moves something to: the device where it names none."""
+    return next((tier for tier in OFFLOAD_TIERS if tier == choice), "device")
+
+
+def hops(source: Tier, target: Tier, staging: Tier) -> tuple[tuple[Tier, Tier], ...]:
+    """The :data:`LINKS` that bytes take from ``source`` to ``target``, one behind another.
+
+    Tiers that are no neighbours are linked by the host. Where buffers of disks are on the device (``staging``), the
+    host's memory is the device's, and a disk is the device's neighbour.
+    """
+    if (source, target) in LINKS:
+        return ((source, target),)
+    through: tuple[tuple[Tier, Tier], ...] = ((source, "host"), ("host", target))
+    return tuple(hop for hop in through if staging == "host" or "device" not in hop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +149,11 @@ class Machine:
         return self.device != "cpu" or self.split
 
     @property
+    def staging(self) -> Tier:
+        """The tier of the buffers that disks read and write: the host's memory, which on a CPU is the device's."""
+        return "host" if self.has_host else "device"
+
+    @property
     def title(self) -> str:
         """The name, and a word where the rates are not to be trusted."""
         return f"{self.name} (measured while others took {self.disturbed:.0%} of it)" if self.disturbed else self.name
@@ -144,6 +192,12 @@ class Machine:
             # On a CPU the host's memory is the device's: offloading there frees nothing.
             return self.host_memory // ranks if self.has_host else 0
         return self.nvme_capacity // ranks
+
+    def link(self, source: Tier, target: Tier, *, both: bool = False) -> Link:
+        """The link from ``source`` to its neighbour ``target``; ``both`` while as many bytes go the other way."""
+        link: Link = getattr(self, LINKS[source, target])
+        shared = self.nvme_both if both and (is_disk(source) or is_disk(target)) else 0.0
+        return replace(link, rate=min(link.rate, shared / 2)) if shared else link
 
     def budget(self, world_size: int, reserve: float = 0.0) -> dict[Tier, int]:
         """:meth:`capacity` of every tier, without the share ``reserve``."""

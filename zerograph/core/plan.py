@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
-from zerograph.core.machine import TIERS, Tier
+from zerograph.core.machine import OFFLOAD_TIERS, TIERS, Tier, is_disk
 from zerograph.core.step import Param, layer_of_activation
 from zerograph.core.units import is_number
 
@@ -288,7 +288,7 @@ class Plan:
     def homes_of(self, bucket: Bucket) -> Homes:
         """The homes of ``bucket`` while a step runs: gradients that the backward uses up go to no disk."""
         homes = bucket.homes
-        return replace(homes, gradients="device") if self.updated_inside(bucket) and homes.spilled == "nvme" else homes
+        return replace(homes, gradients="device") if self.updated_inside(bucket) and is_disk(homes.spilled) else homes
 
     @property
     def farthest(self) -> Homes:
@@ -387,13 +387,13 @@ class Plan:
             yield f"updates beside {self.overlap!r}"
         if self.overlap != "none" and self.update == "device":
             yield f"updates on the device ({self.overlap}) of what left it, while it computes"
-        if self.overlap == "delayed" and any(bucket.homes.optimizer == "nvme" for bucket in self.buckets):
+        if self.overlap == "delayed" and any(is_disk(bucket.homes.optimizer) for bucket in self.buckets):
             yield "delayed updates of states on NVMe"
         for bucket in self.buckets:
             yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
         yield from _unlike(self)
         yield from (f"activations of {name} are offloaded twice" for name in _twice(name for name, _ in self.offload))
-        off = ((layer, tier) for layer, tier in self.offload if tier not in TIERS[1:])
+        off = ((layer, tier) for layer, tier in self.offload if tier not in OFFLOAD_TIERS)
         yield from (f"activations of {layer} are offloaded to {tier!r}" for layer, tier in off)
 
 
@@ -468,7 +468,7 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield f"has {homes}, which stage {plan.stage} does not shard"
     elif not homes.in_order:
         yield f"has {homes}: none may live farther away than gradients, nor those farther than the optimizer"
-    if plan.update == "device" and homes.optimizer == "nvme":
+    if plan.update == "device" and is_disk(homes.optimizer):
         yield f"has {homes}, and is updated on the device, where states come from the host alone"
     if bucket.ahead is not None and not 0 <= bucket.ahead <= plan.prefetch:
         yield f"is gathered {bucket.ahead} intervals ahead, and prefetch is {plan.prefetch}"

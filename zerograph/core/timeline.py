@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from zerograph.core.machine import Tier
+from zerograph.core.machine import LINKS, Tier, Way
 
-Stream = Literal["compute", "gather", "reduce", "h2d", "d2h", "nvme_read", "nvme_write", "cpu_update"]
-STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce", "h2d", "d2h", "nvme_read", "nvme_write", "cpu_update")
+Stream = Literal["compute", "gather", "reduce", Way, "cpu_update"]
+STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce", *LINKS.values(), "cpu_update")
 COMMUNICATION: tuple[Stream, ...] = ("gather", "reduce")
 Operation = Literal["compute", "gather", "free", "reduce", "spill", "fetch", "write", "read", "update"]
 NOT_COUNTED = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from zerograph.core.config import Config
+from zerograph.core.config import FOLDERS, Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
 from zerograph.core.files.planfile import PlanFile
@@ -77,8 +77,8 @@ def plan_file(
     if offload != "none" and memory is not None:
         raise ConfigError("memory cannot be given with offload", "give a machine with that memory")
     saved = options.get("activations", "auto")
-    if saved == "nvme":
-        options |= {"path": "."}  # to which nothing is written
+    if saved in FOLDERS:
+        options |= {FOLDERS[saved]: "."}  # to which nothing is written
     if offload != "none" or saved not in ("auto", "keep", *Executable.on(machine).tiers):
         if saved in TIERS:
             open_tiers(machine, world, "optimizer", saved)  # which refuses what is not there

@@ -142,9 +142,9 @@ class DelayedSteps(StepsOf):
     def _refuse_idle(self, why: str) -> NoReturn:
         raise ConfigError(
             f"{self}(delayed=True): nothing can be updated while the model computes: {why}",
-            'zerograph.backend(offload="optimizer" or "gradients") keeps copies on the device where the host is another '
-            'memory, and elsewhere with dtype=torch.bfloat16; offload="parameters", tier="host" with that dtype keeps '
-            "them on the host; or leave delayed out",
+            'zerograph.backend(offload="optimizer" or "gradients") keeps copies on a device with a memory of its own, '
+            'and elsewhere with dtype=torch.bfloat16; offload="parameters", tier="host" keeps them on the host with '
+            "that dtype; or leave delayed out",
         )
 
     def refuse(self, what: str, hint: str) -> NoReturn:

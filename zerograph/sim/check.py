@@ -27,7 +27,7 @@ from zerograph.core.instructions import (
     Wait,
     WaitGather,
 )
-from zerograph.core.machine import Tier
+from zerograph.core.machine import Tier, is_disk
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.sim.check_step import STEP_CHECKS, Wrong, check_step
@@ -172,7 +172,7 @@ _NEEDS: dict[type, tuple[Tier, ...]] = {
 def _needs(instruction: Instruction) -> tuple[Tier, ...] | None:
     """The tiers on which ``instruction`` finds what it reads; None where that may be anywhere."""
     if isinstance(instruction, Move):
-        if instruction.source == "host" and instruction.target == "nvme":
+        if is_disk(instruction.target):
             return ("host", "device")  # on a CPU these are one
-        return (instruction.source,) if instruction.source != "nvme" else None
+        return (instruction.source,) if not is_disk(instruction.source) else None
     return _NEEDS.get(type(instruction))

@@ -23,6 +23,7 @@ from zerograph.core.instructions import (
     WaitGather,
     WaitReduce,
 )
+from zerograph.core.machine import is_disk
 from zerograph.core.placement import updated_late
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.program import Program
@@ -235,12 +236,12 @@ class _Required:
         self.buckets, self.tier_of = plan.buckets, dict(plan.offload)
         self.homes = list(map(plan.homes_of, plan.buckets))
         moves = (each for *_, each in _each(programs) if isinstance(each, Move) and each.what == "states")
-        self.read = {each.bucket for each in moves if each.source == "nvme"}
+        self.read = {each.bucket for each in moves if is_disk(each.source)}
 
     def of(self, program: Program, each: Instruction) -> Iterator[tuple[tuple[str, ...], str]]:
         """Operations, one of which has written something that ``each`` reads, and what they moved."""
         if isinstance(each, Move) and each.what == "activations" and each.rises and each.label in self.tier_of:
-            on_disk = self.tier_of[each.label] == "nvme"
+            on_disk = is_disk(self.tier_of[each.label])
             yield ("read" if each.source == "host" and on_disk else "write" if on_disk else "spill",), "activations"
         if not 0 <= (index := getattr(each, "bucket", -1)) < len(self.buckets):
             return
@@ -249,11 +250,11 @@ class _Required:
             # A CPU has no host tier of its own: NVMe is read straight to where it is used.
             case Gather() if homes.parameters != "device":
                 yield ("fetch", "read"), "shard"
-            case Move(what="shard", source="host") if homes.parameters == "nvme":
+            case Move(what="shard", source="host") if is_disk(homes.parameters):
                 yield ("read",), "shard"
             case Move(what="states", source="host", target="device"):
                 yield ("spill",), "gradient"
-            case Move(what="states", source="nvme") if homes.spilled == "nvme":
+            case Move(what="states", source=source) if is_disk(source) and is_disk(homes.spilled):
                 yield ("write",), "gradient"
             case DeviceUpdate():
                 yield ("fetch",), "states"
@@ -269,7 +270,7 @@ class _Required:
     def _of_update(self, bucket: Bucket, homes: Homes, staged: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         # On a CPU plain SGD of parameters that compute in their own dtype keeps nothing anywhere else.
         masters = any(p.trainable and p.is_master for p in bucket.params)
-        if homes.spilled == "nvme" or (homes.optimizer == "nvme" and (staged or masters or bucket.index in self.read)):
+        if is_disk(homes.spilled) or (is_disk(homes.optimizer) and (staged or masters or bucket.index in self.read)):
             yield ("read",), "states"
         if homes.spilled == "host" or (homes.spilled == "device" and staged):
             yield ("spill",), "gradient"

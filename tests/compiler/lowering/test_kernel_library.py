@@ -82,7 +82,9 @@ def test_kernels_begin_to_be_compiled_before_the_block_ends(builds: list[str], t
     with torch_private.kernels_in_background():
         segments = {operator: compiled(operator) for operator in OPERATORS}
     check(segments)
-    assert len(builds) == 2 and builds[0] == "kernels.so" and builds[1].endswith(".main.so")
+    # Two threads build them, and either may begin.
+    (other,) = set(builds) - {"kernels.so"}
+    assert len(builds) == 2 and other.endswith(".main.so")
     assert sorted(map([*libraries(tmp_path).values()].count, {*libraries(tmp_path).values()})) == [1, 8]
 
 

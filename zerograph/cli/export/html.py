@@ -19,7 +19,6 @@ from zerograph.cli.export.labels import (
     KIND_COLOURS,
     STREAM_COLOURS,
     TIER_COLOURS,
-    TIER_NAMES,
     picture_seconds,
     tiers_used,
 )
@@ -28,6 +27,7 @@ from zerograph.cli.export.picture import peak_bytes
 from zerograph.cli.view.summary import of_peak
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
+from zerograph.core.machine import TIER_NAMES
 from zerograph.core.units import format_bytes
 
 SCRIPTS = ("base.js", "view.js", "timeline.js", "instruction.js", "tables.js", "main.js")

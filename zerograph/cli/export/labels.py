@@ -19,7 +19,6 @@ STREAM_NAMES: Mapping[Stream, str] = {
     "nvme_write": "NVMe write",
     "cpu_update": "CPU update",
 }
-TIER_NAMES: Mapping[Tier, str] = {"device": "device", "host": "host", "nvme": "NVMe"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from zerograph.cli.export.labels import (
     REST,
     REST_NAME,
     STREAM_NAMES,
-    TIER_NAMES,
     streams_used,
     tiers_used,
 )
@@ -21,7 +20,7 @@ from zerograph.cli.view.levels import levels
 from zerograph.cli.view.moment import by_kind, moment
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
-from zerograph.core.machine import Tier
+from zerograph.core.machine import TIER_NAMES, Tier
 from zerograph.core.timeline import Forecast
 
 NANOSECOND_DIGITS = 9

@@ -14,7 +14,6 @@ from zerograph.cli.export.labels import (
     STREAM_COLOURS,
     STREAM_NAMES,
     TIER_COLOURS,
-    TIER_NAMES,
     picture_seconds,
     streams_used,
     tiers_used,
@@ -30,7 +29,7 @@ from zerograph.cli.export.picture import (
 )
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
-from zerograph.core.machine import Tier
+from zerograph.core.machine import TIER_NAMES, Tier
 from zerograph.core.timeline import Forecast, Stream
 from zerograph.core.units import format_bytes
 

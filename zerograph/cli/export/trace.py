@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zerograph.cli.export.labels import STREAM_NAMES, TIER_NAMES, streams_used, tiers_used
+from zerograph.cli.export.labels import STREAM_NAMES, streams_used, tiers_used
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
+from zerograph.core.machine import TIER_NAMES
 from zerograph.core.timeline import Forecast, Span, Stream
 
 Event = dict[str, Any]

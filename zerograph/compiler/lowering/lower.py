@@ -34,7 +34,7 @@ from zerograph.core.instructions import (
     WaitReduce,
     last_work,
 )
-from zerograph.core.machine import Tier
+from zerograph.core.machine import Tier, hops
 from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 from zerograph.core.plan import Homes, ParamTile, Plan, Residency
 from zerograph.core.program import Program, Register, Segment, ends_whole, stays_whole
@@ -281,9 +281,8 @@ class _Lowering:
         }  # fmt: skip
 
     def _staged(self, node: fx.Node, home: Tier, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Registers on the host for what moves between the device and NVMe; none where that is read and written from
-        the device's memory."""
-        if home != "nvme" or self.staging != "host":
+        """Registers on the host for what moves between the device and ``home``; none where these are neighbours."""
+        if len(hops(home, "device", self.staging)) == 1:
             return ()
         found = tuple(self._register(f"staged_{node.name}_{k}") for k in range(len(sizes)))
         self.tiers |= dict.fromkeys(found, "host")
@@ -292,10 +291,9 @@ class _Lowering:
 
     def _up(self, move: _Moving, home: Tier, reads: tuple[int, ...], out: int, staged: tuple[int, ...]) -> Instruction:
         """Bring to the device what lives at ``home``, by two moves where it is ``staged`` between them."""
-        if staged:
-            self.instructions.append(move("nvme", "host", reads, staged))
-            return move("host", "device", staged, (out,))
-        return move(home, "host" if home == "nvme" else "device", reads, (out,))
+        *first, last = hops(home, "device", self.staging)
+        self.instructions += (move(*hop, reads, staged) for hop in first)
+        return move(*last, staged or reads, (out,))
 
     def _down(
         self,
@@ -308,9 +306,9 @@ class _Lowering:
     ) -> Instruction:
         """Take it from the device to ``home``, beside what of it is there (``into``)."""
         self.tiers |= dict.fromkeys(outs, home)
-        if staged:
-            self.instructions.append(move("device", "host", reads, staged))
-        return move("host" if home == "nvme" else "device", home, (staged or reads) + into, outs)
+        *first, last = hops("device", home, self.staging)
+        self.instructions += (move(*hop, reads, staged) for hop in first)
+        return move(*last, (staged or reads) + into, outs)
 
     def _move(self, what: str, node: fx.Node, size: int, home: Tier) -> _Moving:
         info = node.meta["zg"]

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from zerograph.core.files.columns import from_mixed_table, from_table, mixed_table, table
-from zerograph.core.instructions import LINKS, Compute, Free, Instruction, Move
+from zerograph.core.instructions import Compute, Free, Instruction, Move
+from zerograph.core.machine import LINKS
 from zerograph.core.plan import Param, ParamTile
 from zerograph.core.program import Program, Register, Segment
 from zerograph.core.segment_profile import SegmentProfile

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import Machine, Tier
+from zerograph.core.machine import Machine, OffloadTier, Tier
 from zerograph.core.plan import Offload
 from zerograph.planner.estimate.preset import Outcome, Preset
 from zerograph.planner.estimate.sizes import ModelSize
@@ -60,7 +60,7 @@ class Question:
         return self.machine.budget(self.world_size, self.reserve)
 
     @property
-    def tiers(self) -> tuple[Tier, ...]:
+    def tiers(self) -> tuple[OffloadTier, ...]:
         """The tiers beside the device that exist."""
         return open_tiers(self.machine, self.world_size, "auto", None)
 
@@ -75,8 +75,7 @@ class Question:
     def _activations(self) -> tuple[Activations, ...]:
         if self.activations:
             return (self.activations,)
-        offloaded: dict[Tier, Activations] = {"host": "host", "nvme": "nvme"}
-        return ("keep", "recompute", *(offloaded[tier] for tier in self.tiers))
+        return ("keep", "recompute", *self.tiers)
 
 
 @dataclass(frozen=True)

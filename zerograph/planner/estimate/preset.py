@@ -14,7 +14,7 @@ from functools import lru_cache
 from zerograph.core.files.planfile import Holding
 from zerograph.core.garbage import without_gc
 from zerograph.core.instructions import Collective, WaitGather, WaitReduce
-from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.machine import TIERS, Machine, Tier, offload_tier
 from zerograph.core.param_bytes import kept_states, shard_bytes
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.program import Program
@@ -170,7 +170,7 @@ def _planned(preset: Preset, layers: int) -> tuple[Scheduler, Plan, tuple[Holdin
     plan = plan_step(
         step, stage=stage, world_size=world, bucket_size=training.bucket_size, prefetch=training.prefetch,
         recompute="full" if strategy.recomputes else "none", homes=homes,
-        saved=activations if activations in ("host", "nvme") else "device",
+        saved=offload_tier(activations),
     )  # fmt: skip
     plan = with_tiles(plan, {bucket.index: _tiles(bucket, preset) for bucket in plan.buckets if stage == 3})
     if head is not None:

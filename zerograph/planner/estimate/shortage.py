@@ -6,18 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from zerograph.core.machine import TIERS, Tier
+from zerograph.core.machine import TIERS, Tier, is_disk, memory_name, offload_tier
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate.estimate import TILES, Question, Row
 from zerograph.planner.estimate.preset import Need
 from zerograph.planner.estimate.strategy import ACTIVATIONS, Strategy, placements
-
-_WORDS = {
-    "keep": "keep activations",
-    "recompute": "recompute activations",
-    "host": "recompute activations from checkpoints in host memory",
-    "nvme": "recompute activations from checkpoints on NVMe",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +45,7 @@ class Shortage:
 
     def __str__(self) -> str:
         item = f"{self.largest.item} take {format_bytes(self.largest.bytes)} of it"
-        place = f"{self.tier} memory per rank" if self.tier != "nvme" else "NVMe per rank"
+        place = f"{memory_name(self.tier)} per rank"
         need, have = format_bytes(self.need), format_bytes(self.have)
         return f"{self.row.strategy.name} needs {need} of {place}, has {have}; {item}"
 
@@ -108,5 +101,7 @@ def _other_strategies(question: Question, strategy: Strategy) -> Iterator[Strate
 
 def _difference(old: Strategy, new: Strategy) -> str:
     if new.activations != old.activations:
-        return _WORDS[new.activations]
+        tier = offload_tier(new.activations)
+        there = "" if tier == "device" else f" from checkpoints {'on' if is_disk(tier) else 'in'} {memory_name(tier)}"
+        return f"{'recompute' if new.recomputes else 'keep'} activations{there}"
     return f"{new.tiles} tiles" if new.tiles != old.tiles else new.name

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import Tier
+from zerograph.core.machine import OFFLOAD_TIERS, OffloadTier, Tier
 from zerograph.core.plan import OFFLOADS, Homes, Offload, level_at
 from zerograph.planner.programs.homes import HOMES, open_homes
 
 Stage = Literal[0, 1, 2, 3]
-Activations = Literal["keep", "recompute", "host", "nvme"]
+Activations = Literal["keep", "recompute", OffloadTier]
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
-ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute", "host", "nvme")
+ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute", *OFFLOAD_TIERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,7 @@ class Strategy:
         stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).
         offload: what leaves the device, one of :data:`~zerograph.core.plan.OFFLOADS`, if the stage shards it.
         tier: where it goes.
-        activations: kept; recomputed from one checkpoint per layer; or that, with the checkpoints in host memory or
-            on NVMe.
+        activations: kept; recomputed from one checkpoint per layer; or that, with the checkpoints on another tier.
         tiles: parts that the largest operator, and the head with its loss, are run in (ZeRO-Infinity's
             memory-centric tiling).
     """
@@ -40,7 +39,7 @@ class Strategy:
         if (level_at(self.stage, self.offload) == 0) != (self.tier == "device"):
             raise ConfigError(
                 f"offload {self.offload} and tier {self.tier} do not go together",
-                "offload something to host or nvme, or offload none and leave the tier on the device",
+                f"offload something to {' or '.join(OFFLOAD_TIERS)}, or offload none and leave the tier on the device",
             )
         if self.tiles < 1:
             raise ConfigError(f"tiles must be at least 1, got {self.tiles}")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from zerograph.core.files.planfile import Reason
+from zerograph.core.machine import is_disk
 from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Bucket, Plan
 from zerograph.core.step import Step, layer_of_activation
@@ -166,6 +167,6 @@ def _leaves(bucket: Bucket, rates: Rates, moments: int) -> str:
     freed = -sum(size for tier, size in shards.moved(bucket.homes) if tier == "device")
     freed += shards.gradient if bucket.homes.spilled != "device" else 0
     update = rates.host_update(placed.traffic, sum(p.sharded and p.trainable for p in bucket.params))
-    if "nvme" in (bucket.homes.optimizer, bucket.homes.parameters):
-        update = max(update, rates.transfer("nvme_write", placed.optimizer))
+    if is_disk(home := bucket.homes.optimizer):
+        update = max(update, rates.transfer("host", home, placed.optimizer))
     return f"it frees {format_bytes(freed)} of the device, and its update takes {format_seconds(update)} there"

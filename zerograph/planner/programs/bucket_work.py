@@ -14,7 +14,7 @@ from zerograph.core.instructions import (
     WaitGather,
     WaitReduce,
 )
-from zerograph.core.machine import Tier
+from zerograph.core.machine import Tier, hops, is_disk
 from zerograph.core.plan import Homes
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.planner.programs.schedule import Piece, Scheduler
@@ -148,16 +148,14 @@ def moves_up(
     writes: tuple[int, ...], tier: Tier, bucket: int, tile: int,
 ) -> list[Instruction]:  # fmt: skip
     """Copy ``size`` bytes from ``tier`` into registers on the device."""
-    if tier != "nvme":
-        return [Move("host", "device", what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
-    if scheduler.rates.staging == "device":
-        return [Move("nvme", "host", what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
+    *first, last = hops(tier, "device", scheduler.rates.staging)
     kind: Kind = "activation" if what == "activations" else "param"
-    staged = (scheduler.registers.get(("staged", writes), f"{what} of {label}", size, kind, "host"),)
-    return [
-        Move("nvme", "host", what, label, module, size, reads, staged, dead, bucket, tile, home=tier),
-        Move("host", "device", what, label, module, size, staged, writes, staged, bucket, tile, home=tier),
-    ]
+    moves = list[Instruction]()
+    for hop in first:
+        staged = (scheduler.registers.get(("staged", writes), f"{what} of {label}", size, kind, "host"),)
+        moves.append(Move(*hop, what, label, module, size, reads, staged, dead, bucket, tile, home=tier))
+        reads = dead = staged
+    return [*moves, Move(*last, what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
 
 
 def moves_down(
@@ -165,27 +163,23 @@ def moves_down(
     tier: Tier, slot: int, there: tuple[int, ...],
 ) -> list[Instruction]:  # fmt: skip
     """Move registers on the device to ``away`` on ``tier``; of these, those ``there`` hold something that it is added
-    to, which NVMe is read for."""
+    to, which a disk is read for."""
     contents = scheduler.registers.contents
     size = sum(contents[register].bytes for register in here)
     module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
-    kind, staged, moves = contents[away[0]].kind, here, list[Instruction]()
-    if tier != "nvme":
-        return [Move("device", "host", what, label, module, size, here + there, away, here, bucket, tile, home=tier)]
-    if scheduler.rates.staging != "device":
+    kind, moves = contents[away[0]].kind, list[Instruction]()
+    *first, last = hops("device", tier, scheduler.rates.staging)
+    for hop in first:
         staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
-        moves.append(
-            Move("device", "host", what, label, module, size, here, staged, here, bucket, tile, slot, home=tier)
-        )
-    if there:
+        moves.append(Move(*hop, what, label, module, size, here, staged, here, bucket, tile, slot, home=tier))
+        here = staged
+    if there and is_disk(tier):
         # They are added up in the staging buffer, or where the reduced gradient is.
         back = (scheduler.registers.get(("added", away), f"earlier {what} of {label}", 0, kind),)
-        moves.append(Move("nvme", "host", what, label, module, size, staged + there, back, (), bucket, tile, home=tier))
-        staged += back
-    return [
-        *moves,
-        Move("host", "nvme", what, label, module, size, staged + there, away, staged, bucket, tile, slot, home=tier),
-    ]
+        moves.append(Move(tier, "host", what, label, module, size, here + there, back, (), bucket, tile, home=tier))
+        here += back
+    buffer = slot if is_disk(tier) else None
+    return [*moves, Move(*last, what, label, module, size, here + there, away, here, bucket, tile, buffer, home=tier)]
 
 
 def reduce(

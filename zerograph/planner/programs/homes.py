@@ -6,25 +6,22 @@ from collections.abc import Sequence
 from typing import Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.machine import OFFLOAD_TIERS, Machine, OffloadTier, Tier, is_disk
 from zerograph.core.plan import Homes, Offload, level_at
 
-HOMES: tuple[Homes, ...] = (
-    Homes(),
-    Homes("device", "device", "host"),
-    Homes("device", "host", "host"),
-    Homes("host", "host", "host"),
-    Homes("device", "device", "nvme"),
-    Homes("device", "nvme", "nvme"),
-    Homes("host", "host", "nvme"),
-    Homes("nvme", "nvme", "nvme"),
-)
+
+def _with_states_on(tier: Tier) -> tuple[Homes, ...]:
+    between = (Homes("host", "host", tier),) if is_disk(tier) else ()
+    return Homes("device", "device", tier), Homes("device", tier, tier), *between, Homes(tier, tier, tier)
+
+
+HOMES: tuple[Homes, ...] = (Homes(), *(homes for tier in OFFLOAD_TIERS for homes in _with_states_on(tier)))
 """The homes that the search looks at, from near to far."""
 
 
 def open_tiers(
     machine: Machine, world_size: int, offload: Offload | Literal["auto"], tier: Tier | None
-) -> tuple[Tier, ...]:
+) -> tuple[OffloadTier, ...]:
     """The tiers that something may be offloaded to: those that exist, or the one that was asked for.
 
     Raises:
@@ -32,11 +29,11 @@ def open_tiers(
     """
     if offload == "none":
         return ()
-    there = tuple(t for t in TIERS[1:] if machine.capacity(t, world_size))
+    there = tuple(t for t in OFFLOAD_TIERS if machine.capacity(t, world_size))
     found = there if tier is None else tuple(t for t in there if t == tier)
     if not found and (offload != "auto" or tier is not None):
         raise ConfigError(
-            f"{machine.name} has no {tier or 'host or nvme'} memory to offload to",
+            f"{machine.name} has no {tier or ' or '.join(OFFLOAD_TIERS)} memory to offload to",
             f"it has {' and '.join(there)}" if there else "offload='none', or a machine that has some",
         )
     return found

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from zerograph.core.files.planfile import Holding
-from zerograph.core.machine import Tier
+from zerograph.core.machine import OFFLOAD_TIERS, Tier, is_disk
 from zerograph.core.param_bytes import copy_bytes, gathered_bytes, reduced_bytes, shard_bytes
 from zerograph.core.placement import copy_tier, values_tier
 from zerograph.core.plan import Homes, Plan, tile_rows
@@ -21,7 +21,7 @@ from zerograph.core.step import Kind, Param
 from zerograph.planner.programs.rates import Rates
 from zerograph.sim.costs import TierBytes
 
-APART = Homes(gradients="nvme", optimizer="nvme")
+APART = Homes(gradients=OFFLOAD_TIERS[-1], optimizer=OFFLOAD_TIERS[-1])
 """Where all that can be updated off the device is, and what is gathered is on it."""
 
 
@@ -83,7 +83,7 @@ class Shards:
 
     @classmethod
     def of(cls, params: Sequence[Param], world_size: int, moments: int, staging: Tier) -> Shards:
-        """The shards of the sharded ones of ``params``; buffers of NVMe are on ``staging``."""
+        """The shards of the sharded ones of ``params``; buffers of disks are on ``staging``."""
         found: dict[tuple[bool, bool, bool], tuple[int, int]] = {}
         for p in params:
             if p.sharded:
@@ -202,16 +202,16 @@ def kept_on(tier: Tier, plan: Plan, moments: int, staging: Tier) -> dict[str, in
 
 
 def streamed(params: Sequence[Param], world_size: int) -> int:
-    """Elements of this rank that an update of ``params`` streams where their states are on NVMe."""
+    """Elements of this rank that an update of ``params`` streams where their states are on a disk."""
     return sum(p.chunk_elements(world_size) for p in params if p.sharded and p.trainable)
 
 
 def ring_bytes(buckets: Iterable[tuple[Homes, int]], staging: Tier) -> int:
-    """Bytes of the slots that pass what NVMe has of some buckets, given their homes and what :func:`streamed` counts.
+    """Bytes of the slots that pass what a disk has of some buckets, given their homes and what :func:`streamed` counts.
 
     On a CPU only: plans that stage on the host have a buffer for each bucket or tile.
     """
-    away = (elements for homes, elements in buckets if homes.optimizer == "nvme") if staging == "device" else ()
+    away = (elements for homes, elements in buckets if is_disk(homes.optimizer)) if staging == "device" else ()
     return SLOTS * slot_bytes(max(away, default=0))
 
 

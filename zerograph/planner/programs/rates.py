@@ -6,7 +6,7 @@ Forecasts of real programs and the search over plans count by these same rules.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zerograph.core.instructions import (
     Accumulate,
@@ -21,11 +21,10 @@ from zerograph.core.instructions import (
     Timed,
     Update,
 )
-from zerograph.core.machine import Machine, Tier
+from zerograph.core.machine import Machine, Tier, is_disk
 from zerograph.core.param_bytes import update_bytes
 from zerograph.core.program import Segment
 from zerograph.core.step import Param
-from zerograph.core.timeline import Stream
 
 WAKE = 5e-5
 """Seconds that an update on the host takes however small it is: its threads wake, share the work and meet again."""
@@ -73,10 +72,9 @@ class Rates:
             case DeviceUpdate():
                 update = self.machine.update
                 return instruction.updated * update.latency + instruction.bytes / update.rate
-            case Move(what=what, stream=stream):
+            case Move(source=source, target=target, what=what, bytes=size):
                 # An update reads and writes states at the same time.
-                on_disk = "nvme" in (instruction.source, instruction.target)
-                return self.transfer(stream, instruction.bytes, both=on_disk and what == "states")
+                return self.transfer(source, target, size, both=what == "states")
 
     def compute(self, flops: float, moved: float, packed: float = 0) -> float:
         """A compute task: its products, and the bytes that it reads and writes, ``packed`` of them of matrices that it
@@ -99,21 +97,17 @@ class Rates:
 
     @property
     def staging(self) -> Tier:
-        """The tier of the buffers that NVMe reads and writes: the host's memory, which on a CPU is the device's."""
-        return "host" if self.machine.has_host else "device"
+        """The tier of the buffers that disks read and write."""
+        return self.machine.staging
 
-    def transfer(self, stream: Stream, size: float, *, both: bool = False) -> float:
-        """``size`` bytes of this rank over a link of its own, or, of NVMe, over one that the node's ranks share.
+    def transfer(self, source: Tier, target: Tier, size: float, *, both: bool = False) -> float:
+        """``size`` bytes of this rank to a neighbour, over a link of its own, or of a disk over one that the node's
+        ranks share.
 
         With ``both`` as much is read meanwhile as is written: so an update goes through states.
         """
-        machine = self.machine
-        if stream in ("h2d", "d2h"):
-            return (machine.h2d if stream == "h2d" else machine.d2h).seconds(size)
-        link = machine.nvme_read if stream == "nvme_read" else machine.nvme_write
-        if both and machine.nvme_both:
-            link = replace(link, rate=min(link.rate, machine.nvme_both / 2))
-        return link.seconds(size * self._sharers)
+        shared = is_disk(source) or is_disk(target)
+        return self.machine.link(source, target, both=both).seconds(size * self._sharers if shared else size)
 
     def host_update(self, traffic: float, updated: int) -> float:
         """An update of so many parameters on the host that reads and writes ``traffic`` bytes, while all ranks of the

@@ -29,7 +29,7 @@ from zerograph.core.instructions import (
     WaitFetch,
     last_work,
 )
-from zerograph.core.machine import Tier
+from zerograph.core.machine import Tier, hops, is_disk
 from zerograph.core.placement import updated_late
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.program import Program, ends_whole, stays_whole
@@ -349,7 +349,7 @@ class _Sketch:
     ) -> None:  # fmt: skip
         """Move what is in registers on the device to ``away`` on ``tier``; what is ``there`` already it is added to."""
         slot = -1
-        if tier == "nvme" and self.rates.staging == "host":
+        if len(hops("device", tier, self.rates.staging)) > 1:
             slot = slot_of(self.scheduler, "spill", self.spills)
             self.spills += 1
         self.instructions += self._once(
@@ -363,7 +363,7 @@ class _Sketch:
         """Begin the updates of the step before: all at once, but for those whose parameters the disk then reads again,
         which would wait for all of them."""
         begun = 0
-        while self.late and (begun < SLOTS or self.buckets[self.late[0]].homes.parameters != "nvme"):
+        while self.late and (begun < SLOTS or not is_disk(self.buckets[self.late[0]].homes.parameters)):
             self._update_late()
             begun += 1
 
@@ -428,7 +428,7 @@ class _Sketch:
             self.instructions.append(self._once(Scheduler.update_inside, bucket, self._gradient(bucket, 0)))
             self.updated[bucket] = ()
             return
-        waits = self.plan.buckets[bucket].homes.spilled == "nvme"
+        waits = is_disk(self.plan.buckets[bucket].homes.spilled)
         if waits and len(on_disk) > LEAVING:
             self.instructions.append(self._once(bucket_work.wait_fetch, on_disk.popleft()))
         self._update_beside(bucket)

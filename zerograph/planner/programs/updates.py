@@ -1,7 +1,7 @@
 """The optimizer's update as instructions: of buckets whose states live off the device, and of all the rest.
 
 Where optimizer states live off the device, updates run on the host as a pipeline: gradients that stayed on the device
-come down, states on NVMe are read, updated and written through at most :data:`SLOTS` staging buffers, and new
+come down, states on a disk are read, updated and written through at most :data:`SLOTS` staging buffers, and new
 parameters go up again where they live on the device. Or they run on the device, through which states on the host pass
 in as many buffers.
 """
@@ -22,6 +22,7 @@ from zerograph.core.instructions import (
     WaitFetch,
     WaitReduce,
 )
+from zerograph.core.machine import is_disk
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.plan import Update as UpdatePlace
 from zerograph.core.program import Program
@@ -152,8 +153,9 @@ def host_update(
     gradient, placed = part.shards.gradient, part.shards.at(homes)
     staging, slot = rates.staging, slot_of(scheduler, "update", number)
     start = (norm,) if norm >= 0 else ()
-    # An update on the host reads gradients from the host's memory: others come into a staging buffer first.
-    copies = homes.spilled == "nvme" or (homes.spilled == "device" and staging == "host")
+    # An update on the host reads and writes memory of the host: all else passes a staging buffer.
+    in_place = {"host", staging}
+    copies = homes.spilled not in in_place
 
     def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
         key = ("staged", what, bucket, tile, tiles)
@@ -164,24 +166,22 @@ def host_update(
 
     instructions: list[OffDevice] = []
     gradients = staged("gradient", gradient, "gradient") if copies else ()
-    # Parameters without a copy are read and written like states, where they live on NVMe.
-    shared = placed.shared if homes.parameters == "nvme" else 0
-    states = staged("states", placed.optimizer + shared, "state") if homes.optimizer == "nvme" else ()
+    # Parameters without a copy are read and written like states, where they live on a disk.
+    shared = placed.shared * is_disk(homes.parameters)
+    states = staged("states", placed.optimizer + shared, "state") if homes.optimizer not in in_place else ()
     if homes.spilled == "device" and copies:
         reads = (*start, *arrived)
         instructions.append(
             Move("device", "host", "gradient", part.label, module, gradient, reads, gradients, (), bucket, tile, slot)
         )
-    read = states + (gradients if homes.gradients == "nvme" else ())
+    # None is farther than the optimizer's home, so that all of a bucket that is on a disk is on that one.
+    disk, spilled, leaves = homes.optimizer, is_disk(homes.gradients), is_disk(homes.parameters)
+    read = states + gradients * spilled
     if read:
-        size = (placed.optimizer + shared) * bool(states) + gradient * (homes.gradients == "nvme")
+        size = (placed.optimizer + shared) * bool(states) + gradient * spilled
         reads = (*start, *(() if homes.gradients == "device" else arrived))
-        instructions.append(
-            Move("nvme", "host", "states", part.label, module, size, reads, read, (), bucket, tile, slot)
-        )
-    # New parameters that live on the host are written straight there; for another tier they pass a buffer.
-    passes = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
-    copy = staged("copy", placed.copies, "param") if passes else ()
+        instructions.append(Move(disk, "host", "states", part.label, module, size, reads, read, (), bucket, tile, slot))
+    copy = staged("copy", placed.copies, "param") if homes.parameters not in in_place else ()
     inputs = (*start, *(() if copies else arrived), *gradients, *states)
     instructions.append(
         HostUpdate(
@@ -199,10 +199,10 @@ def host_update(
         )
     )
     if states:
-        writes = states + (copy if homes.parameters == "nvme" else ())
-        size = placed.optimizer + shared + placed.copies * (homes.parameters == "nvme")
+        writes = states + copy * leaves
+        size = placed.optimizer + shared + placed.copies * leaves
         instructions.append(
-            Move("host", "nvme", "states", part.label, module, size, writes, (), writes, bucket, tile, slot)
+            Move("host", disk, "states", part.label, module, size, writes, (), writes, bucket, tile, slot)
         )
     if homes.parameters == "device" and copy:
         instructions.append(

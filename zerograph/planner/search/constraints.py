@@ -29,7 +29,7 @@ class Constraints:
         offload: what leaves the device. "none"; "optimizer", "gradients" or "parameters", each with those before it;
             or "auto", per bucket. Unless it is none, saved activations may leave too, per layer, and parameters larger
             than a bucket may be tiled.
-        tier: where it goes, "host" or "nvme"; None leaves that open.
+        tier: where it goes; None leaves that open.
         saved: where what repeated layers save waits for the backward; None leaves that open where something may leave.
         tile: whether large parameters may be tiled; None as ``offload`` has it.
         loss: tiles of the loss; "auto" looks at some, None too where ``tile`` does and the plan need not be
