@@ -190,8 +190,8 @@ def test_what_moves_to_and_from_nvme_is_recorded(kind: str, tmp_path: Path) -> N
     for span in spans:
         seconds = measured.moves[move_key(span.operation, span.what, span.bucket, span.label)]
         assert span.end - span.start == pytest.approx(seconds)
-    last = max(span.end for span in found.spans if span.operation == "compute")
-    began = [span.start < last for span in spans if span.operation == "update"]
+    last = max(span.task for span in found.spans if span.operation == "compute")
+    began = [span.task < last for span in spans if span.operation == "update"]
     assert len(began) == 4 and any(began) is (kind == "inside")
     path = tmp_path / "run.json"
     recording.save(path)
