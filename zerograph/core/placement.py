@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from zerograph.core.machine import Tier
+from zerograph.core.machine import Tier, is_disk
 from zerograph.core.plan import Bucket, Homes, Plan
 
 
@@ -51,7 +51,15 @@ def copy_tier(param: Role, homes: Homes, split: bool) -> Tier | None:
 
 
 def updated_late(plan: Plan, bucket: Bucket) -> bool:
-    """Whether the shards of ``bucket`` are updated while the next step computes with copies of them from before."""
+    """Whether the shards of ``bucket`` are updated while the next step computes with copies of them from before, which
+    are in memory."""
+    if plan.overlap != "delayed" or bucket.homes.optimizer == "device":
+        return False
     trained = [p for p in bucket.params if p.trainable and p.sharded]
     copies = [copy_tier(p, bucket.homes, split=True) for p in trained]
-    return plan.overlap == "delayed" and bucket.homes.optimizer == "host" and bool(copies) and None not in copies
+    return bool(copies) and all(tier is not None and not is_disk(tier) for tier in copies)
+
+
+def second_copies(plan: Plan, bucket: Bucket) -> bool:
+    """Whether such an update writes copies of its own, on the host, as what it updates is on its way to a disk."""
+    return is_disk(bucket.homes.optimizer) and updated_late(plan, bucket)

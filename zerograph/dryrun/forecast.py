@@ -174,11 +174,6 @@ def refuse_offload(
             f"on {machine.name} the cores that update are those that compute: no forecast tells how they share",
             'plan without it, and measure overlap="forward"',
         )
-    if overlap == "delayed" and tier != "host":
-        raise ConfigError(
-            "overlap delayed is given without tier host: states on NVMe are updated by a step itself",
-            "say where states are: --tier host",
-        )
     open_homes(offload, open_tiers(machine, world, offload, tier), 3 if stage == "auto" else stage)
 
 

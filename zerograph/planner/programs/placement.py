@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zerograph.core.files.planfile import Holding
 from zerograph.core.machine import OFFLOAD_TIERS, Tier, is_disk
 from zerograph.core.param_bytes import copy_bytes, gathered_bytes, reduced_bytes, shard_bytes
-from zerograph.core.placement import copy_tier, values_tier
+from zerograph.core.placement import copy_tier, second_copies, values_tier
 from zerograph.core.plan import Homes, Plan, tile_rows
 from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
@@ -236,6 +236,8 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
                 ("shards in the compute dtype", "param", homes.parameters, placed.parameters),
                 ("master copy and states", "state", homes.optimizer, placed.masters + away),
             ]
+        if second_copies(plan, bucket):
+            found.append(("second copy", "param", "host", placed.copies))
         for what, kind, tier, size in found:
             if size:
                 yield Holding(f"{what} of {bucket.name}", kind, tier, size, -1, -1, bucket.name)

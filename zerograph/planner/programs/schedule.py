@@ -24,6 +24,7 @@ from zerograph.core.instructions import (
 )
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import kept_states
+from zerograph.core.placement import second_copies
 from zerograph.core.plan import Homes, Plan
 from zerograph.core.prefetching import UnshardedInterval, gathers_by_start, unsharded_intervals
 from zerograph.core.program import Register, Segment
@@ -198,6 +199,9 @@ class Scheduler:
                 self._moved[key] = self.bucket_parts(bucket.index, 1)[0].shards.moved(bucket.homes)
             for tier, size in self._moved[key]:
                 found[tier] = found.get(tier, 0) + size
+            if second_copies(plan, bucket):
+                copies = self.bucket_parts(bucket.index, 1)[0].shards.at(bucket.homes).copies
+                found["host"] = found.get("host", 0) + copies
         homes, staging = (bucket.homes for bucket in plan.buckets), self.rates.staging
         return *found.items(), (staging, ring_bytes(zip(homes, self._streamed, strict=True), staging))
 

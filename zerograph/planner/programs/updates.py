@@ -76,35 +76,37 @@ def update_beside(
     made = host_update(scheduler, bucket, tile, tiles, homes, number, gradients, -1)
     reader = max(at for at, each in enumerate(made) if gradients[-1] in each.reads)
     made[reader] = replace(made[reader], dead=(*made[reader].dead, *gradients))
+    return made, _ends(scheduler, made, bucket, tile, tiles)
+
+
+def _ends(scheduler: Buckets, made: list[OffDevice], bucket: int, tile: int, tiles: int) -> tuple[int, ...]:
+    """Let each of ``made`` that changes anything write its end; returns these registers, the update's first."""
     ends = list[int]()
     for at, each in enumerate(made):
         if each.operation not in ("read", "spill"):
             name = f"end of the {each.operation} of {each.label}"
             ends.append(scheduler.registers.get(("end", each.operation, bucket, tile, tiles), name, 0, "temporary"))
             made[at] = replace(each, writes=(*each.writes, ends[-1]))
-    return made, tuple(ends)
+    return tuple(ends)
 
 
 def update_late(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int
-) -> HostUpdate:
-    """The update on the host beside a whole step, by a gradient of the step before; it writes its end."""
+) -> tuple[list[OffDevice], tuple[int, ...]]:
+    """The update on the host beside a whole step, by a gradient of the step before, and the registers of its ends."""
     own = replace(homes, parameters="host")  # copies elsewhere wait for that
-    (update,) = host_update(scheduler, bucket, tile, tiles, own, number, (gradient,), -1)
-    assert isinstance(update, HostUpdate)  # states on the host pass through nothing
-    name = f"end of the update of {update.label}"
-    end = scheduler.registers.get(("end", "late", bucket, tile, tiles), name, 0, "temporary")
-    return replace(update, writes=(end,))
+    made = host_update(scheduler, bucket, tile, tiles, own, number, (gradient,), -1)
+    return made, _ends(scheduler, made, bucket, tile, tiles)
 
 
 def follow_late(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, end: int, norm: int
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, ends: tuple[int, ...], norm: int
 ) -> list[Instruction]:
-    """Wait for the ``end`` of :func:`update_late` behind the step beside which that ran, and let the copies follow."""
-    behind: list[Instruction] = [WaitFetch(end)]
+    """Wait for the ``ends`` of :func:`update_late` behind the step beside which that ran, and let the copies follow."""
+    behind: list[Instruction] = [WaitFetch(end) for end in ends]
     if homes.parameters == "device":
         part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
-        size, reads = part.shards.at(homes).copies, (end, norm) if norm >= 0 else (end,)
+        size, reads = part.shards.at(homes).copies, (*ends[:1], norm) if norm >= 0 else ends[:1]
         behind.append(Move("host", "device", "parameters", part.label, module, size, reads, (), (), bucket, tile))
     return behind
 
