@@ -39,6 +39,7 @@ from zerograph.runtime.homes.hosted import HostShards
 from zerograph.runtime.homes.nvme import Arena
 from zerograph.runtime.homes.saved import room_for
 from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.malloc import return_large_blocks
 from zerograph.runtime.testing.simulated_host import SimulatedHost
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
@@ -131,6 +132,8 @@ class Backend:
 
     def _connected(self, ranks: Ranks) -> None:
         """These are the ranks to compile for."""
+        if ranks.device.type == "cpu" and (self.config.path or self.config.memory):
+            return_large_blocks()  # who bounds memory means the process's
         if self.config.split or ranks.host is not None:
             self._store.locations.host = HostShards(self._adoption.params, ranks.host or SimulatedHost())
         self._compile_for(ranks, self.config)
