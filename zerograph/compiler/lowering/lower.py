@@ -35,7 +35,7 @@ from zerograph.core.instructions import (
     last_work,
 )
 from zerograph.core.machine import Tier, hops
-from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
+from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, sent_bytes, shard_bytes
 from zerograph.core.plan import Homes, ParamTile, Plan, Residency
 from zerograph.core.program import Program, Register, Segment, ends_whole, stays_whole
 from zerograph.core.step import Kind, layer_of_activation
@@ -186,7 +186,7 @@ class _Lowering:
         outs = tuple(self._register(results[k]) for k in range(len(results)))
         match node.target:
             case ops.GATHER:
-                size = gathered_bytes(info.params, self.plan.world_size)
+                size = sent_bytes(info.params, self.plan.world_size)
                 shards, out = self._regs(node.args[0]), self._register(node)
                 resident = self.kind == "backward" and self._residency(info) != "use"
                 instruction: Instruction = Gather(
