@@ -115,7 +115,7 @@ class GradientHome:
             after_copies = host.memory.after_copies if host is not None else None
             assert (after_copies is None) == (host is None)  # NVMe behind an accelerator is refused
             params = self._locations.params
-            self._spilled = SpilledGradients(params, room.arena, of_gradients, room.allocate, after_copies)
+            self._spilled = SpilledGradients(params, room.arena, of_gradients, room.extent, after_copies)
         self._slots.wait()
         return self._spilled
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import torch
+
 from zerograph.core.errors import StorageError
 from zerograph.core.units import format_bytes
+from zerograph.runtime.homes.blocks import Block
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.nvme import Arena
 
@@ -42,6 +45,10 @@ class ArenaRoom:
         self.opened = self.open(size)
         log.info("room on NVMe: %s", format_bytes(self.arena.size))
         return self.arena
+
+    def extent(self, block: Block, dtype: torch.dtype, what: str) -> Extent:
+        """An extent for ``what`` of all parameters of ``block``, in ``dtype``; see :meth:`allocate`."""
+        return self.allocate(block.elements * dtype.itemsize, f"{what} of bucket {block.name}")
 
     def allocate(self, size: int, what: str) -> Extent:
         """An extent of ``size`` bytes for ``what``, as people call it.

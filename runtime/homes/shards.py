@@ -200,8 +200,7 @@ class ShardStore:
         homes, split = bucket.homes, at.host is not None
         leaving = [p for p in params if is_disk(values_tier(p, homes, split))]
         if leaving:
-            size = block.elements * block.dtype.itemsize
-            extent = self.room.allocate(size, f"parameters of bucket {block.name}")
+            extent = self.room.extent(block, block.dtype, "parameters")
             try:
                 for param in leaving:
                     self._carry(param, block, extent)
@@ -210,7 +209,7 @@ class ShardStore:
                 raise
             at.parameters[block] = extent
         if any(is_disk(copy_tier(p, homes, split)) for p in leaving):
-            at.copied[block] = self.room.allocate(block.elements * 2, f"copies of bucket {block.name}")
+            at.copied[block] = self.room.extent(block, torch.bfloat16, "copies")
         for param in leaving:
             self._leave(param, block, homes)
             moved(at.params[param.name])

@@ -54,11 +54,11 @@ class SpilledGradients:
         params: Mapping[str, Tensor],
         arena: Arena,
         ring: Sequence[Tensor],
-        allocate: Callable[[int, str], Extent],
+        allocate: Callable[[Block, torch.dtype, str], Extent],
         after_copies: AfterCopies | None = None,
     ) -> None:
-        """``params`` are the outward parameters by name; ``ring`` are registered slots; ``allocate`` makes an extent of
-        so many bytes for what it says; ``after_copies``, where the host has another memory than the device, brings
+        """``params`` are the outward parameters by name; ``ring`` are registered slots; ``allocate`` makes an extent
+        for what it says of a block; ``after_copies``, where the host has another memory than the device, brings
         gradients to the slots."""
         self._params, self._arena, self._ring, self._allocate = params, arena, ring, allocate
         self._extents: dict[Block, Extent] = {}  # where new gradients are written
@@ -221,7 +221,7 @@ class SpilledGradients:
 
     def _made(self, block: Block) -> Extent:
         self.reclaim()
-        return self._allocate(block.elements * block.dtype.itemsize, f"gradients of bucket {block.name}")
+        return self._allocate(block, block.dtype, "gradients")
 
     def _is_kept(self, name: str, extent: Extent) -> bool:
         """Whether something still shows a gradient of ``name`` in ``extent``."""

@@ -69,7 +69,7 @@ class StateHome:
         return self._kinds[owner][block, name, dtype].extent
 
     def _made(self, block: Block, name: str, dtype: torch.dtype, fill: float) -> Extent:
-        extent = self._room.allocate(block.elements * dtype.itemsize, f"{name} of bucket {block.name}")
+        extent = self._room.extent(block, dtype, name)
         self._room.loose.add(extent)
         # Written and not mapped: pages that nobody reads would fill the memory.
         chunk, arena = self._slots.free().view(dtype), self._room.arena

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from itertools import compress
 
 from zerograph.core.machine import DISKS, OFFLOAD_TIERS, Machine, Tier, is_disk
 from zerograph.core.plan import Plan
@@ -27,9 +26,12 @@ class Executable:
         Args:
             disks: on which it has folders.
         """
-        # A disk behind the host of a GPU is not reached.
-        there = (machine.device == "cpu" and t in disks if is_disk(t) else machine.has_host for t in OFFLOAD_TIERS)
-        return cls(tuple(compress(OFFLOAD_TIERS, there)))
+
+        def is_reached(tier: Tier) -> bool:
+            # A disk behind the host of a GPU is not.
+            return machine.device == "cpu" and tier in disks if is_disk(tier) else machine.has_host
+
+        return cls(tuple(filter(is_reached, OFFLOAD_TIERS)))
 
     def missing(self, plan: Plan) -> str:
         """The features that ``plan`` needs beyond those, for people; empty when it can be run."""

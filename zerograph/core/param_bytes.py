@@ -47,6 +47,12 @@ def gathered_bytes(params: Iterable[Param], world_size: int) -> int:
     )
 
 
+def sent_bytes(params: Iterable[Param], world_size: int) -> int:
+    """Bytes that all ranks together send in an all-gather of ``params``."""
+    some = (p for p in params if p.sharded or p.dtype != p.compute_dtype)
+    return sum(p.sent_bytes(world_size) * (world_size if p.sharded else 1) for p in some)
+
+
 def reduced_bytes(params: Iterable[Param]) -> int:
     """Bytes of the full gradients of ``params`` as they are summed over ranks.
 

@@ -122,7 +122,7 @@ class Program:
             if isinstance(instruction, Collective):
                 for p in instruction.params:
                     how = "" if p.sharded else " whole"
-                    dtype = p.compute_dtype if instruction.operation == "gather" else p.reduce_dtype
+                    dtype = p.wire if instruction.operation == "gather" else p.reduce_dtype
                     # Names, and not sizes alone: different parameters of one size would be summed without an error.
                     of = ("rows", "columns")[p.dim] if isinstance(p, ParamTile) else ""
                     rows = f" {of} {p.begin} to {p.end}" if isinstance(p, ParamTile) else ""

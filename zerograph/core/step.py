@@ -76,6 +76,15 @@ class Param:
             return self.elements
         return self.chunk(world_size) * prod(self.shape[1:])
 
+    @property
+    def wire(self) -> str:
+        """The format that it is gathered in: the dtype that is computed with."""
+        return self.compute_dtype
+
+    def sent_bytes(self, world_size: int) -> int:
+        """Bytes that a rank sends in a gather: its padded shard, in the wire's format."""
+        return self.chunk_elements(world_size) * ITEM_SIZE[self.wire]
+
     def summed_elements(self, world_size: int) -> int:
         """Elements of the gradient that one rank sums, at most: those of its shard, or of what is whole its share."""
         return self.chunk_elements(world_size) if self.sharded else largest(self.elements, world_size)

@@ -19,6 +19,7 @@ from zerograph.core.step import Param
 from zerograph.runtime.homes.blocks import Block
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.nvme import Arena, huge_tensor
+from zerograph.runtime.homes.room import ArenaRoom
 from zerograph.runtime.homes.spilled import PIECE, SpilledGradients
 
 SIZES = {"a": (70, 3), "empty": (0, 3), "b": (PIECE + 900,)}
@@ -62,9 +63,10 @@ def in_tiles(request: pytest.FixtureRequest) -> bool:
 def setting(request: pytest.FixtureRequest, in_tiles: bool, tmp_path: Path) -> tuple[dict[str, nn.Parameter], Callable]:  # type: ignore[type-arg]
     torch.manual_seed(0)
     params = {name: nn.Parameter(torch.randn(size)) for name, size in SIZES.items()}
-    arena = Arena([tmp_path], 4 * 2**20)
+    room = ArenaRoom(lambda size: Arena([tmp_path], size), lambda: None)
+    arena = room.reserve(4 * 2**20)
     ring = [huge_tensor(request.param * 2**10) for _ in range(3)]
-    spilled = SpilledGradients(params, arena, ring, lambda size, what: arena.allocate(size))
+    spilled = SpilledGradients(params, arena, ring, room.extent)
     block = Block.of("b", torch.float32, {name: p.numel() for name, p in params.items()})
 
     def backward(seed: int, *names: str) -> Tensor:
@@ -115,7 +117,7 @@ def test_a_gradient_that_is_kept_stays_as_it_is(setting) -> None:  # type: ignor
 def test_a_gradient_for_which_there_was_no_room_costs_nothing_later(setting, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     params, backward = setting
 
-    def full(size: int, what: str) -> None:
+    def full(*_: object) -> None:
         raise StorageError("no room")
 
     backward(1).backward()

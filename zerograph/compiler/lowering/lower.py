@@ -35,7 +35,7 @@ from zerograph.core.instructions import (
     last_work,
 )
 from zerograph.core.machine import Tier, hops
-from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
+from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, sent_bytes, shard_bytes
 from zerograph.core.plan import Homes, ParamTile, Plan, Residency
 from zerograph.core.program import Program, Register, Segment, ends_whole, stays_whole
 from zerograph.core.step import Kind, layer_of_activation
@@ -186,7 +186,7 @@ class _Lowering:
         outs = tuple(self._register(results[k]) for k in range(len(results)))
         match node.target:
             case ops.GATHER:
-                size = gathered_bytes(info.params, self.plan.world_size)
+                size = sent_bytes(info.params, self.plan.world_size)
                 shards, out = self._regs(node.args[0]), self._register(node)
                 resident = self.kind == "backward" and self._residency(info) != "use"
                 instruction: Instruction = Gather(
@@ -218,7 +218,7 @@ class _Lowering:
                 if home == "host":
                     self.tiers |= dict.fromkeys(reads, home)
                 move, self.bytes[out] = self._move("shard", node, size, home), size
-                instruction = self._up(move, home, reads, out, self._staged(node, home, [size]))
+                instruction = self._carry(move, home, "device", reads, (out,), self._staged(node, home, [size]))
             case ops.WAIT_FETCH:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
@@ -240,13 +240,13 @@ class _Lowering:
                 staged = self._staged(node, info.tier, info.bytes)
                 self.shared |= {out: staged[first] for out, first in zip(staged, info.memory, strict=False)}
                 move = self._move_saved(info)
-                instruction = self._down(move, info.tier, self._regs(node.args[0]), outs, staged)
+                instruction = self._carry(move, "device", info.tier, self._regs(node.args[0]), outs, staged)
                 self._describe_saved(info, node.args[0], outs)
             case ops.FETCH_SAVED:
                 out, reads = self._register(node), self._regs(node.args[0])
                 self.tiers |= dict.fromkeys(reads, info.tier)
                 staged = self._staged(node, info.tier, [sum(info.bytes)])
-                instruction = self._up(self._move_saved(info), info.tier, reads, out, staged)
+                instruction = self._carry(self._move_saved(info), info.tier, "device", reads, (out,), staged)
             case ops.WAIT_FETCH_SAVED:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
@@ -256,7 +256,7 @@ class _Lowering:
                 home, reads = self._homes(info).spilled, self._regs(node.args[0])
                 into = self._regs([into for into in node.args[2:] if into is not None])
                 move = self._move("gradient", node, sum(sizes), home)
-                instruction = self._down(move, home, reads, outs, self._staged(node, home, sizes), into)
+                instruction = self._carry(move, "device", home, reads, outs, self._staged(node, home, sizes), into)
         self.instructions.append(instruction)
 
     def _residency(self, info: BucketFact) -> Residency:
@@ -289,24 +289,14 @@ class _Lowering:
         self.bytes |= zip(found, sizes, strict=True)
         return found
 
-    def _up(self, move: _Moving, home: Tier, reads: tuple[int, ...], out: int, staged: tuple[int, ...]) -> Instruction:
-        """Bring to the device what lives at ``home``, by two moves where it is ``staged`` between them."""
-        *first, last = hops(home, "device", self.staging)
-        self.instructions += (move(*hop, reads, staged) for hop in first)
-        return move(*last, staged or reads, (out,))
-
-    def _down(
-        self,
-        move: _Moving,
-        home: Tier,
-        reads: tuple[int, ...],
-        outs: tuple[int, ...],
-        staged: tuple[int, ...],
-        into: tuple[int, ...] = (),
-    ) -> Instruction:
-        """Take it from the device to ``home``, beside what of it is there (``into``)."""
-        self.tiers |= dict.fromkeys(outs, home)
-        *first, last = hops("device", home, self.staging)
+    def _carry(
+        self, move: _Moving, source: Tier, target: Tier, reads: tuple[int, ...], outs: tuple[int, ...],
+        staged: tuple[int, ...], into: tuple[int, ...] = (),
+    ) -> Instruction:  # fmt: skip
+        """The move from ``source`` to ``target``, beside what of it is there (``into``); or the second of two, where it
+        is ``staged`` between them."""
+        self.tiers |= dict.fromkeys(outs, target)
+        *first, last = hops(source, target, self.staging)
         self.instructions += (move(*hop, reads, staged) for hop in first)
         return move(*last, (staged or reads) + into, outs)
 

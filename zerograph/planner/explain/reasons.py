@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from zerograph.core.files.planfile import Reason
 from zerograph.core.machine import is_disk
-from zerograph.core.param_bytes import gathered_bytes
+from zerograph.core.param_bytes import sent_bytes
 from zerograph.core.plan import DEVICE, Bucket, Plan
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
@@ -150,7 +150,7 @@ def _decided(bucket: Bucket) -> str:
 
 def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
     """Why ``bucket`` stays whole as long as it does: a gather more, or its bytes between forward and backward."""
-    gather = format_seconds(rates.collective(gathered_bytes(bucket.params, rates.world_size)))
+    gather = format_seconds(rates.collective(sent_bytes(bucket.params, rates.world_size)))
     held = format_bytes(bucket.gathered_bytes)
     if bucket.residency == "backward":
         return f"it holds {held} between forward and backward, which saves a gather of {gather}"

@@ -104,9 +104,9 @@ def bring(
     home = homes.parameters
     size = part.shards.at(homes).fetched if home != "device" else 0
     if not size:
-        return [Gather(bucket, (), behind, whole, (), part.whole, tile, tiles)]
+        return [Gather(bucket, (), behind, whole, (), part.sent, tile, tiles)]
     fetched = moves_up(scheduler, "shard", part.label, name, size, behind, (), (whole,), home, bucket, tile)
-    return [*fetched, Gather(bucket, (), (whole,), whole, (), part.whole, tile, tiles)]
+    return [*fetched, Gather(bucket, (), (whole,), whole, (), part.sent, tile, tiles)]
 
 
 def fetch(scheduler: Scheduler, bucket: int, homes: Homes, behind: tuple[int, ...]) -> list[Instruction]:
@@ -122,7 +122,7 @@ def gather_fetched(scheduler: Scheduler, bucket: int, homes: Homes) -> Instructi
         fetched_shards(scheduler, bucket, homes),
         whole_register(scheduler, bucket, 0, 1, None),
     )
-    return Gather(bucket, (), (shards,), whole, () if shards == whole else (shards,), part.whole)
+    return Gather(bucket, (), (shards,), whole, () if shards == whole else (shards,), part.sent)
 
 
 def fetched_shards(scheduler: Scheduler, bucket: int, homes: Homes) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zerograph.core.files.planfile import Holding
 from zerograph.core.machine import OFFLOAD_TIERS, Tier, is_disk
-from zerograph.core.param_bytes import copy_bytes, gathered_bytes, reduced_bytes, shard_bytes
+from zerograph.core.param_bytes import copy_bytes, gathered_bytes, reduced_bytes, sent_bytes, shard_bytes
 from zerograph.core.placement import copy_tier, second_copies, values_tier
 from zerograph.core.plan import Homes, Plan, tile_rows
 from zerograph.core.slots import SLOTS, slot_bytes
@@ -136,6 +136,7 @@ class BucketPart:
         name: of the bucket.
         label: of this part, for people: the name, or ``blocks.3 tile 2/4``.
         whole: bytes when gathered.
+        sent: bytes that all ranks send in its gather.
         summed: bytes of the full gradients as they are summed over ranks.
         reduced: bytes of the shards of all its gradients.
         gradients: bytes of the full gradients that a reduction frees.
@@ -146,6 +147,7 @@ class BucketPart:
     name: str
     label: str
     whole: int
+    sent: int
     summed: int
     reduced: int
     gradients: int
@@ -159,7 +161,7 @@ def bucket_parts(
     """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
     world = rates.world_size
     trainable = [p for p in params if p.trainable]
-    gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
+    gathered, sent, reduced = gathered_bytes(params, world), sent_bytes(params, world), reduced_bytes(trainable)
     shard = sum(shard_bytes(p, world) for p in trainable)
     gradients = sum(whole.get(p.name, 0) for p in trainable)
     shards = Shards.of(params, world, moments, rates.staging)
@@ -178,6 +180,7 @@ def bucket_parts(
             name=name,
             label=name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}",
             whole=part(gathered, tile),
+            sent=part(sent, tile),
             summed=part(reduced, tile),
             reduced=part(shard, tile),
             gradients=part(gradients, tile),
