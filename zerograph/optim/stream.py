@@ -303,19 +303,15 @@ class Stream:
         return self._store.gradients.stay(chunk.block) and part.grad_dtype == chunk.block.dtype
 
     def _bring_copies(self, chunk: _StoredChunk) -> None:
-        """Begin to copy what was updated to where it is gathered from; what is to be gathered later is beside it."""
-        for copies, later in ((self._follow, False), (self._late, True)):
-            for place, copy in copies.items():
-                first = max(chunk.begin, place.begin) - place.begin
-                size = min(chunk.end - place.begin, len(copy)) - first
-                if place.block is not chunk.block or size <= 0 or chunk.parameter is None:
-                    continue
-                if later:
-                    at = place.begin + first - chunk.begin
-                    own = chunk.view(chunk.parameter).view(chunk.parameter.dtype)
-                    copy[first : first + size].copy_(own[at : at + size])
-                else:
-                    self._copy(chunk, chunk.parameter, place.begin, copy, first, size, here=False)
+        """Begin to copy what was updated to where it is gathered from, and copy what is gathered later."""
+        if chunk.parameter is None:
+            return
+        for place, copy, first, size in _within(chunk, self._follow):
+            self._copy(chunk, chunk.parameter, place.begin, copy, first, size, here=False)
+        updated = chunk.view(chunk.parameter).view(chunk.parameter.dtype)
+        for place, copy, first, size in _within(chunk, self._late):
+            at = place.begin + first - chunk.begin
+            copy[first : first + size].copy_(updated[at : at + size])
 
     def _copy(
         self, chunk: _StoredChunk, kind: _Slotted, begin: int, flat: Tensor, first: int, size: int, *, here: bool
@@ -353,6 +349,15 @@ class Stream:
             chunk.under_way.pop()
         while chunk.copies:
             chunk.copies.pop().arrive()
+
+
+def _within(chunk: _StoredChunk, copies: Mapping[StatePlace, Tensor]) -> Iterator[tuple[StatePlace, Tensor, int, int]]:
+    """The ``copies`` of which ``chunk`` has elements: the first of these, and how many."""
+    for place, copy in copies.items():
+        first = max(chunk.begin, place.begin) - place.begin
+        size = min(chunk.end - place.begin, len(copy)) - first
+        if place.block is chunk.block and size > 0:
+            yield place, copy, first, size
 
 
 def _place(member: Member) -> StatePlace:
