@@ -42,6 +42,10 @@ from zerograph.planner.search.variants import BUCKET_SIZES, Variant, spaces_of, 
 FIXED, FIXED_AWAY = 64, 32
 """Buckets up to which a search looks where one thing is fixed, too: of plans that stay on the device, and of all. It
 then takes ten times as long, for 24 layers 0.3 and 6 CPU seconds."""
+LARGE = 512
+"""Buckets from which on a deep step is looked at with everything open, and with all parameters off the device, only: of
+all that may be fixed, that leaves the fewest homes, so a local search finds most there. Every further look at 128 layers
+takes a CPU second."""
 
 
 class Search:
@@ -107,6 +111,8 @@ class Search:
     def _deep_search(self, spaces: Sequence[SearchSpace]) -> DeepSearch | None:
         """The search of a step that is too deep for this one, where nothing is fixed."""
         looks = list(fixed_once(self.constraints, self.tiers))
+        if looks and len(self.spaces[-1].plan.buckets) > LARGE:
+            looks = [one for one in looks if one.offload == "parameters"]
         few = [space for space in map(by_few_layers, spaces if looks else ()) if space is not None]
         if not few or len(few) < len(spaces):
             return None
