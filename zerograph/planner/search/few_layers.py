@@ -1,9 +1,9 @@
 """Plans of a deep step, judged by few of its layers.
 
-A plan says what :data:`PERIOD` layers of a run of alike ones do, and the others do the same in turn. It is simulated at
-two small depths, and what a period more adds is added once for every period that is left out
-(:mod:`~zerograph.planner.programs.depths`). That costs as much for 1,000 layers as for fourteen, and tells which
-plans are worth a simulation of the whole step.
+A plan says what :data:`PERIOD` layers of a run of alike ones do, and the others do the same in turn. Neighbours may
+share a bucket, which does as the first of them. The plan is simulated at two small depths, and what a period more adds
+is added once for every period that is left out (:mod:`~zerograph.planner.programs.depths`). That costs as much for
+1,000 layers as for fourteen, and tells which plans are worth a simulation of the whole step.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def by_few_layers(space: SearchSpace) -> FewLayers | None:
 
 
 def _run(space: SearchSpace) -> list[str]:
-    """The longest run of layers that are alike; empty where it is short, or its buckets are not its layers' own."""
+    """The longest run of layers that are alike; empty where it is short, or something else stands in between."""
     profile = space.scheduler.profile
     if len(profile.layers) <= DEEP or len(space.plan.buckets) <= MANY:
         return []
