@@ -110,14 +110,37 @@ def of_kinds(step: Step, kinds: Sequence[tuple[bool, bool]]) -> Step:
     return replace(step, params=params, ops=ops, values=tuple(v for v in step.values if v.name not in still))
 
 
-def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16") -> Step:
-    """Blocks of a transformer's four products, of 1:3, 1:1, 1:4 and 4:1 times ``hidden``, without attention."""
+def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16", *, small: bool = False) -> Step:
+    """Blocks of a transformer's four products, of 1:3, 1:1, 1:4 and 4:1 times ``hidden``, without attention.
+
+    Args:
+        small: a small parameter at both ends of each layer, so that neighbours share a bucket.
+    """
     build, item = _Builder(), ITEM_SIZE[compute]  # type: ignore[index]  # a dtype by name
     build.values.append(Value("x", tokens * hidden * item, "input"))
     shapes = {"qkv": (3, 1), "out": (1, 1), "up": (4, 1), "down": (1, 4)}
     stream, inputs = "x", {}
+
+    def scaled(key: str, module: str, stream: str) -> str:
+        param = f"{module}.{key}"
+        build.params.append(Param(param, (hidden,), "float32", compute, "float32", True, True))
+        build.values.append(Value(f"shard_{key}", 4, "input"))
+        size = hidden * item
+        build.op(f"full_{key}", "forward", module, [f"shard_{key}"], size, "gathered", (param,), cheap=False)
+        reads, size = [stream, f"full_{key}"], tokens * size
+        return build.op(f"do_{key}", "forward", module, reads, size, "temporary", (param,))
+
+    def scaled_back(key: str, module: str, gradient: str) -> str:
+        param = (f"{module}.{key}",)
+        whole = build.op(f"w_{key}", "backward", module, [gradient], hidden * item)
+        build.op(f"grad_{key}", "backward", "", [whole], 4, "gradient", param, cheap=False)
+        reads, size = [gradient, f"full_{key}"], tokens * hidden * item
+        return build.op(f"d_{key}", "backward", module, reads, size, "temporary", param)
+
     for i in range(layers):
         module, entering = f"blocks.{i}", stream
+        if small:
+            stream = scaled(f"first{i}", module, stream)
         for name, (rows, columns) in shapes.items():
             key, param = f"{name}{i}", f"{module}.{name}.weight"
             shape = (rows * hidden, columns * hidden)
@@ -128,11 +151,15 @@ def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16"
             build.op(f"full_{key}", "forward", module, [f"shard_{key}"], size, "gathered", (param,), cheap=False)
             stream = build.op(f"do_{key}", "forward", module, [stream, f"full_{key}"], tokens * shape[0] * item,
                               "temporary", (param,), work, False)  # fmt: skip
+        if small:
+            stream = scaled(f"last{i}", module, stream)
         stream = build.op(f"end{i}", "forward", module, [entering, stream], tokens * hidden * item)
     build.op("loss", "forward", "", [stream], 4)
     gradient = build.op("d_loss", "backward", "", ["loss"], tokens * hidden * item)
     for i in reversed(range(layers)):
         module, leaving = f"blocks.{i}", gradient
+        if small:
+            gradient = scaled_back(f"last{i}", module, gradient)
         for name, (rows, columns) in reversed(shapes.items()):
             key, param = f"{name}{i}", (f"{module}.{name}.weight",)
             work, size = 2 * tokens * rows * columns * hidden**2, rows * columns * hidden**2 * item
@@ -142,6 +169,8 @@ def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16"
             build.op(f"grad_{key}", "backward", "", [whole], 4, "gradient", param, cheap=False)
             gradient = build.op(f"d_{key}", "backward", module, [gradient, f"full_{key}"],
                                 tokens * columns * hidden * item, "temporary", param, work, False)  # fmt: skip
+        if small:
+            gradient = scaled_back(f"first{i}", module, gradient)
         gradient = build.op(f"d_end{i}", "backward", module, [leaving, gradient], tokens * hidden * item)
     step = Step(tuple(build.ops), tuple(build.values), tuple(build.params), True, ("loss",))
     return with_updates(step, WORLD, MOMENTS)

@@ -11,11 +11,16 @@ from functools import cache
 import pytest
 from planner.steps import transformer
 
+from zerograph.core.config import Recompute
 from zerograph.core.machine import TIERS, Tier, machine_named
+from zerograph.core.param_bytes import state_bytes
+from zerograph.core.plan import Homes, Offload
+from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.few_layers import by_few_layers
 from zerograph.planner.search.search import Search
+from zerograph.planner.search.variants import spaces_of, variants_of
 
 OPEN = Constraints("auto", 16, offload="auto")
 DGX2 = machine_named("v100-32gb-dgx2")
@@ -75,6 +80,29 @@ def test_few_layers_tell_what_all_of_them_do() -> None:
     whole = few.whole_of(rough)
     assert rough.seconds == pytest.approx(whole.seconds, rel=0.001)
     assert rough.peaks == pytest.approx(whole.peaks, rel=0.001)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("offload", ["none", "parameters"])
+def test_layers_that_share_buckets_with_their_neighbours_tell_it_too(
+    prefetch: int, recompute: Recompute, offload: Offload
+) -> None:
+    """A small parameter at both ends of a layer goes with its neighbour's; nothing is left over where layers are."""
+    step, tier = transformer(LAYERS, 12288, 4096, small=True), "host"
+    constraints = Constraints(3, 16, prefetch=prefetch, recompute=recompute, offload=offload)
+    states = sum(state_bytes(step.params, 16, 2))
+    (variant,) = variants_of(Graph.of(step), replace(constraints, tile=False), DGX2)
+    space = next(spaces_of(step, replace(constraints, tile=False), DGX2, states, 2, variant))
+    assert len(space.plan.buckets) > 4 * LAYERS
+    few = by_few_layers(space)
+    assert few is not None and len(few.plan.buckets) < 40
+    homes = Homes(tier, tier, tier) if offload == "parameters" else Homes()
+    rough = few.of(replace(few.plan, buckets=tuple(replace(b, homes=homes) for b in few.plan.buckets)))
+    whole = few.whole_of(rough)
+    assert {b.homes for b in whole.plan.buckets} == {homes}
+    assert rough.seconds == pytest.approx(whole.seconds, rel=1e-6)
+    assert rough.peaks == pytest.approx(whole.peaks, rel=1e-9)
 
 
 def test_few_layers_are_not_asked_where_all_are_cheap_to_simulate() -> None:

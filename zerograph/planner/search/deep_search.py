@@ -38,16 +38,17 @@ ROOM = 0.03
 class DeepSearch:
     """The plans that no other beats, judged by few layers."""
 
-    def __init__(self, looks: Sequence[Look]) -> None:
+    def __init__(self, looks: Sequence[Look], times: int = 1) -> None:
         """
         Args:
             looks: where to look: with everything open, and with one thing fixed.
+            times: how many times as many plans each looks at that leave the device.
         """
         found: dict[Candidate, None] = {}
         for staying, leaving in looks:
             own = _explored(staying, (), STAYING)
             found |= dict.fromkeys(own)
-            found |= dict.fromkeys(_explored(leaving, frontier(own), LEAVING))
+            found |= dict.fromkeys(_explored(leaving, frontier(own), (LEAVING[0] * times, LEAVING[1] * times)))
         self._rough = sorted(frontier(found), key=lambda c: c.rank)
 
     def within(self, most: Sequence[int]) -> Candidate | None:

@@ -1,14 +1,14 @@
 """Plans of a deep step, judged by few of its layers.
 
-A plan says what :data:`PERIOD` layers of a run of alike ones do, and the others do the same in turn. It is simulated at
-two small depths, and what a period more adds is added once for every period that is left out
-(:mod:`~zerograph.planner.programs.depths`). That costs as much for 1,000 layers as for fourteen, and tells which
-plans are worth a simulation of the whole step.
+A plan says what :data:`PERIOD` layers of a run of alike ones do, and the others do the same in turn. Neighbours may
+share a bucket, which does as the first of them. The plan is simulated at two small depths, and what a period more adds
+is added once for every period that is left out (:mod:`~zerograph.planner.programs.depths`). That costs as much for
+1,000 layers as for fourteen, and tells which plans are worth a simulation of the whole step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.core.step import layer_of_activation
-from zerograph.planner.profile.regions import Life, Profile
+from zerograph.planner.profile.regions import Life, Profile, Region, Work
 from zerograph.planner.programs.depths import continued, peaks_by_part
 from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.search_space import Candidate, SearchSpace
@@ -80,7 +80,7 @@ def by_few_layers(space: SearchSpace) -> FewLayers | None:
 
 
 def _run(space: SearchSpace) -> list[str]:
-    """The longest run of layers that are alike; empty where it is short, or its buckets are not its layers' own."""
+    """The longest run of layers that are alike; empty where it is short, or something else stands in between."""
     profile = space.scheduler.profile
     if len(profile.layers) <= DEEP or len(space.plan.buckets) <= MANY:
         return []
@@ -89,10 +89,7 @@ def _run(space: SearchSpace) -> list[str]:
     run = max(runs, key=len, default=[])
     if len(run) <= DEEP:
         return []
-    readers = _readers(space)
     inside = set(run)
-    if any(1 < len(read & inside) < len(run) for read in readers):
-        return []  # one bucket for several small layers
     for phase in ("forward", "backward"):
         places = [k for k, region in enumerate(profile.regions) if region.phase == phase and region.layer in inside]
         if places and places[-1] - places[0] + 1 != len(places):
@@ -120,10 +117,13 @@ def _kinds(space: SearchSpace) -> dict[str, object]:
         layer = profile.regions[life.start].layer
         if layer in found:
             found[layer].append((life.bytes, tuple(life.saved)))
-    for bucket, layers in enumerate(_readers(space)):
-        if len(layers) == 1:
-            (part,) = space.scheduler.bucket_parts(bucket, 1)
-            found.get(next(iter(layers)), []).append((part.whole, part.shards))
+    reads, readers = _reads(space), _readers(space)
+    place = {layer: k for k, layer in enumerate(profile.layers)}
+    for layer in profile.layers:
+        for bucket in reads[layer]:
+            (part,), by = space.scheduler.bucket_parts(bucket, 1), readers[bucket]
+            # Of a bucket that layers share, how far away the others are.
+            found[layer].append((part.whole, part.shards, sorted(place.get(other, -1) - place[layer] for other in by)))
     return {layer: tuple(own) for layer, own in found.items()}
 
 
@@ -138,16 +138,37 @@ def _readers(space: SearchSpace) -> list[set[str]]:
     return found
 
 
+def _reads(space: SearchSpace) -> dict[str, list[int]]:
+    """By layer the buckets that it reads, the first first."""
+    scheduler = space.scheduler
+    found: dict[str, dict[int, None]] = {layer: {} for layer in scheduler.profile.layers}
+    for region in scheduler.profile.regions:
+        for atom in region.work[0].atoms if region.layer in found else ():
+            for name in (*atom.params, *(name for name, _ in atom.gradients)):
+                found[region.layer][scheduler.bucket_of[name]] = None
+    return {layer: list(own) for layer, own in found.items()}
+
+
 def _without(space: SearchSpace, left_out: Sequence[str]) -> dict[str, Any]:
     """The arguments of the space without these layers, which follow one another."""
     scheduler, plan, gone = space.scheduler, space.plan, set(left_out)
-    stay = [b for b, layers in zip(plan.buckets, _readers(space), strict=True) if not layers or layers - gone]
+    layers, reads, readers = scheduler.profile.layers, _reads(space), _readers(space)
+    behind = layers[layers.index(left_out[-1]) + 1]
+    # A bucket of the first layer that is left out and the one before goes on to the one behind, for that one's own.
+    pairs = zip(reads[left_out[0]], reads[behind], strict=True)
+    swapped = {b: a for a, b in pairs if a != b and readers[a] - gone}
+    names = {
+        theirs.name: mine.name
+        for b, a in swapped.items()
+        for theirs, mine in zip(plan.buckets[b].params, plan.buckets[a].params, strict=True)
+    }
+    stay = [b for b in plan.buckets if (not readers[b.index] or readers[b.index] - gone) and b.index not in swapped]
     buckets = tuple(replace(bucket, index=i) for i, bucket in enumerate(stay))
     dropped = [p for bucket in plan.buckets for p in bucket.params]
     kept = {p.name for bucket in stay for p in bucket.params}
     size = sum(state_bytes([p for p in dropped if p.name not in kept], plan.world_size, scheduler.moments))
     return {
-        "profile": _shortened(scheduler.profile, left_out, kept),
+        "profile": _shortened(scheduler.profile, left_out, kept, names),
         "plan": replace(
             plan,
             buckets=buckets,
@@ -163,9 +184,9 @@ def _without(space: SearchSpace, left_out: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _shortened(profile: Profile, left_out: Sequence[str], params: set[str]) -> Profile:
-    gone, regions = set(left_out), profile.regions
-    layers = profile.layers
+def _shortened(profile: Profile, left_out: Sequence[str], params: set[str], names: Mapping[str, str]) -> Profile:
+    """``profile`` without some layers; parameters in ``names`` are read under the names that these have there."""
+    gone, regions, layers = set(left_out), profile.regions, profile.layers
     before, after = layers[layers.index(left_out[0]) - 1], layers[layers.index(left_out[-1]) + 1]
     at: dict[tuple[str, str], list[int]] = {}
     for k, region in enumerate(regions):
@@ -190,15 +211,45 @@ def _shortened(profile: Profile, left_out: Sequence[str], params: set[str]) -> P
             needed={option: place(k, start) for option, k in life.needed.items()},
         )
 
+    # What the layer behind reads is made by the one before now, and in the backward the other way round.
+    values: dict[Hashable, Hashable] = {}
+    for phase, by, of in ("forward", before, left_out[-1]), ("backward", after, left_out[0]):
+        made, missed = (
+            [life for life in profile.lives if (regions[life.start].phase, regions[life.start].layer) == (phase, layer)]
+            for layer in (by, of)
+        )
+        for mine, theirs in zip(made, missed, strict=True):
+            values |= {b: a for (a, _), (b, _) in zip(mine.members, theirs.members, strict=True)}
     stay = [k for k, layer in enumerate(layers) if layer not in gone]
     return replace(
         profile,
-        regions=tuple(regions[k] for k in new),
+        regions=tuple(
+            _renamed(regions[k], names, values) if regions[k].layer in (before, after) else regions[k] for k in new
+        ),
         lives=tuple(moved(life) for life in profile.lives if life.start in new),
         layers=tuple(layers[k] for k in stay),
         saved_sets=tuple(profile.saved_sets[k] for k in stay),
         params=tuple(p for p in profile.params if p.name in params),
     )
+
+
+def _renamed(region: Region, names: Mapping[str, str], values: Mapping[Hashable, Hashable]) -> Region:
+    """``region``, reading parameters under other ``names``, and other ``values`` too."""
+
+    def renamed(work: Work) -> Work:
+        until = work.memory.until
+        also = {values[value]: interval for value, interval in until.items() if value in values}
+        atoms = tuple(
+            replace(
+                atom,
+                params=tuple(names.get(name, name) for name in atom.params),
+                gradients=tuple((names.get(name, name), size) for name, size in atom.gradients),
+            )
+            for atom in work.atoms
+        )
+        return replace(work, atoms=atoms, memory=replace(work.memory, until={**until, **also}))
+
+    return replace(region, work=tuple(map(renamed, region.work)))
 
 
 def _carried(plan: Plan, source: SearchSpace, target: SearchSpace, does_as: Mapping[str, str]) -> Plan:
@@ -231,11 +282,12 @@ def _carried(plan: Plan, source: SearchSpace, target: SearchSpace, does_as: Mapp
 
 
 def _by_layer(space: SearchSpace) -> dict[str, list[int]]:
-    """The buckets that only one layer reads."""
-    found: dict[str, list[int]] = {layer: [] for layer in space.scheduler.profile.layers}
-    for bucket, layers in enumerate(_readers(space)):
-        if len(layers) == 1 and (layer := next(iter(layers))) in found:
-            found[layer].append(bucket)
+    """The buckets of each layer: those that it reads, but for those that one before it reads, or what is in none."""
+    readers, taken = _readers(space), set[int]()
+    found: dict[str, list[int]] = {}
+    for layer, read in _reads(space).items():
+        found[layer] = [bucket for bucket in read if bucket not in taken and "" not in readers[bucket]]
+        taken.update(read)
     return found
 
 

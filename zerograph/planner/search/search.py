@@ -42,6 +42,10 @@ from zerograph.planner.search.variants import BUCKET_SIZES, Variant, spaces_of, 
 FIXED, FIXED_AWAY = 64, 32
 """Buckets up to which a search looks where one thing is fixed, too: of plans that stay on the device, and of all. It
 then takes ten times as long, for 24 layers 0.3 and 6 CPU seconds."""
+LARGE = 512
+"""Buckets from which on a deep step is looked at with everything open and with all parameters off the device, and not
+with other things fixed: that leaves the fewest homes of all, so a local search finds most there. Both look at twice as
+many plans; every other look at 128 layers would take a CPU second."""
 
 
 class Search:
@@ -107,10 +111,13 @@ class Search:
     def _deep_search(self, spaces: Sequence[SearchSpace]) -> DeepSearch | None:
         """The search of a step that is too deep for this one, where nothing is fixed."""
         looks = list(fixed_once(self.constraints, self.tiers))
+        times = 1
+        if looks and len(self.spaces[-1].plan.buckets) > LARGE:
+            looks, times = [one for one in looks if one.offload == "parameters"], 2
         few = [space for space in map(by_few_layers, spaces if looks else ()) if space is not None]
         if not few or len(few) < len(spaces):
             return None
-        return DeepSearch([_look(one, few, self.tiers) for one in (self.constraints, *looks)])
+        return DeepSearch([_look(one, few, self.tiers) for one in (self.constraints, *looks)], times)
 
     def with_one_fixed(self) -> Iterator[Constraints]:
         """The constraints with one thing more fixed, at what the search considers; none of large steps."""
