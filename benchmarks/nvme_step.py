@@ -60,6 +60,7 @@ def main() -> None:
                     stream._settle,
                     lambda chunk: Nothing(),  # what is read is written again
                     lambda chunk: stream._start(arena.write, chunk),
+                    lambda *_: None,
                 )
                 bare.append(time.perf_counter() - begin)
     ratios = [b / u for b, u in zip(bare, updates, strict=True)]
@@ -81,6 +82,8 @@ def plan_of(params: dict[str, nn.Parameter]) -> Plan:
 
 class Nothing:
     """The ticket of an update that does nothing."""
+
+    ended = 0
 
     def wait(self) -> None:
         """At once."""
