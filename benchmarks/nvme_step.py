@@ -60,7 +60,6 @@ def main() -> None:
                     stream._settle,
                     lambda chunk: Nothing(),  # what is read is written again
                     lambda chunk: stream._start(arena.write, chunk),
-                    lambda *_: None,
                 )
                 bare.append(time.perf_counter() - begin)
     ratios = [b / u for b, u in zip(bare, updates, strict=True)]

@@ -5,26 +5,42 @@ They go on in other threads than the program's, and in the kernel. Whoever waits
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from zerograph.core.timeline import Stream
 
 
+@dataclass(eq=False, slots=True)
+class ToldUpdate:
+    """One update that streams states, while which of a backend's recordings it began (0: before the first one), and
+    whether it has ended."""
+
+    recording: int
+    ended: bool = False
+
+
 class Purpose(NamedTuple):
     """What is moved or updated, as :attr:`~zerograph.core.instructions.Move.what` has it, and whose: the name of one
-    parameter of the bucket, or of what activations belong to."""
+    parameter of the bucket, or of what activations belong to; of states the ``update`` that they move for."""
 
     what: str
     whose: str
+    update: ToldUpdate | None = None
 
 
 class Timing(NamedTuple):
-    """One transfer or update on a stream, in nanoseconds since 1970."""
+    """One transfer or update on a stream, in nanoseconds since 1970.
+
+    Attributes:
+        whole: whether the recording has all of what it belongs to: an update may have begun before, or end behind it.
+    """
 
     stream: Stream
     purpose: Purpose
     begin: int
     end: int
+    whole: bool = True
 
 
 class Timings:
@@ -32,15 +48,25 @@ class Timings:
 
     def __init__(self) -> None:
         self._kept: list[Timing] | None = None
+        self._recording = 0
 
     def begin(self) -> None:
         """Keep them from here on."""
         self._kept = []
+        self._recording += 1
 
     def take(self) -> list[Timing]:
         """Those that were kept, in the order of their beginnings; from now on none are."""
         kept, self._kept = self._kept, None
-        return sorted(kept or (), key=lambda timing: timing.begin)
+        there = (timing._replace(whole=self._has_all_of(timing.purpose.update)) for timing in kept or ())
+        return sorted(there, key=lambda timing: timing.begin)
+
+    def _has_all_of(self, update: ToldUpdate | None) -> bool:
+        return update is None or (update.ended and update.recording == self._recording)
+
+    def update(self) -> ToldUpdate:
+        """An update that begins."""
+        return ToldUpdate(self._recording if self._kept is not None else 0)
 
     def add(self, stream: Stream, purpose: Purpose | None, begin: int, end: int) -> None:
         """Keep one, of any thread; what has no ``purpose`` is no part of a step."""

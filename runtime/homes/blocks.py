@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zerograph.runtime.homes.extents import ALIGNMENT
-from zerograph.runtime.timings import Purpose
+from zerograph.runtime.timings import Purpose, ToldUpdate
 
 UNIT = ALIGNMENT // 2
 """Elements: transfers of extents begin and end at multiples, whole blocks of the disk in any dtype of two bytes or
@@ -54,9 +54,9 @@ class Block:
             end += -(-count // _APART) * _APART
         return cls(name, dtype, begins, ends, -(-end // UNIT) * UNIT)
 
-    def purpose(self, what: str) -> Purpose:
+    def purpose(self, what: str, update: ToldUpdate | None = None) -> Purpose:
         """That of ``what`` of its shards, for recordings."""
-        return Purpose(what, next(iter(self.begins)))
+        return Purpose(what, next(iter(self.begins)), update)
 
     def runs(self, names: Collection[str]) -> Iterator[ShardRun]:
         """``names`` in as few runs as can be; a run that ends with the block has its padding too."""

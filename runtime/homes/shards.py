@@ -312,7 +312,10 @@ class ShardStore:
         StorageError: an update ended half done.
         """
         if self.half_done:
-            self.fetches.settle_following()  # one that failed beside the caller says itself why
+            # One that failed beside the caller says itself why.
+            self.fetches.settle_following()
+            for update in list(self.unsettled):
+                update.settle()
         for why in list(self.half_done.values()):
             raise StorageError(
                 f"the last update ended half done ({why}): some parameters and states are those after it",

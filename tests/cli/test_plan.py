@@ -289,6 +289,7 @@ def test_what_cannot_be_offloaded_is_refused_before_tracing(model: Path) -> None
         (("--offload", "optimizer", "--tier", "host", "--machine", "cpu"), "cpu has no host memory to offload to"),
         (("--overlap", "forward"), "overlap forward is given, and offload is none"),
         (("--offload", "optimizer", "--machine", "cpu", "--overlap", "backward"), "no forecast tells how they share"),
+        (("--offload", "gradients", "--overlap", "delayed"), "where the next backward writes"),
     ):
         result = run(f"{model}:branches", *arguments)
         assert result.exit_code == 2 and message in result.stderr, result.stderr

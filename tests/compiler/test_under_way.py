@@ -80,10 +80,10 @@ def test_what_only_one_program_moved_is_no_mean_of_two() -> None:
     assert seconds_of(moves, programs) == {f"read shard {FIRST.index}": pytest.approx(30e-9)}
 
 
-def test_updates_of_two_steps_are_not_those_of_one() -> None:
-    earlier, own = ("cpu_update", "states", 10, 20), ("cpu_update", "states", 110, 150)
-    key = f"update states {FIRST.index}"
-    assert seconds_of(told(earlier, own), ()) == {key: pytest.approx(40e-9)}
-    assert seconds_of(told(own), ()) == {key: pytest.approx(40e-9)}
-    # Where the step's own update ends in the next forward, that of the step before stands for it.
-    assert seconds_of(told(earlier), ()) == {key: pytest.approx(10e-9)}
+def test_a_part_of_an_update_is_shown_and_not_counted() -> None:
+    purpose = Purpose("states", OWN)
+    timings = [Timing("cpu_update", purpose, 10, 20, whole=False), Timing("cpu_update", purpose, 110, 150)]
+    moves = under_way(timings, PLAN, BACKWARD)
+    assert sorted(times for move in moves for times in move.times) == [(10, 20), (110, 150)]
+    assert seconds_of(moves, ()) == {f"update states {FIRST.index}": pytest.approx(40e-9)}
+    assert seconds_of(under_way(timings[:1], PLAN, BACKWARD), ()) == {}

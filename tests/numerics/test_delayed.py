@@ -187,10 +187,10 @@ def test_training_equals_a_plain_loop_to_the_bit(world_size: int, make: Make, op
 NVME: list[tuple[int, Make, dict[str, Any]]] = [
     (1, adamw, {**OFF, "stage": 1, **BF16}),
     (2, groups, {**OFF, "stage": 3, **BF16}),
-    (2, lion, {**OFF, "stage": 2, "offload": "gradients", **BF16}),
+    (2, lion, {**OFF, "stage": 2, **BF16}),
     (2, mastered, {**BEHIND, "stage": 3, "whole": torch.bfloat16}),
     (1, adamw, {**BEHIND, "stage": 3}),
-    (2, groups, {**BEHIND, "stage": 3, "offload": "gradients"}),
+    (2, groups, {**BEHIND, "stage": 3}),
     (2, adagrad, {**BEHIND, "stage": 2, **BF16}),
 ]
 

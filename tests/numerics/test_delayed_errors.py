@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import textwrap
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from numerics.compare import full
 from numerics.test_delayed import BF16, adamw
 from numerics.test_offload import BEHIND, HOST, OFF, Run, _rank, _same
 from ranks import RankFailure, run
+from torch import Tensor, nn
 
+import zerograph
 from zerograph.core.errors import CollectiveMismatch, RankError, StorageError, ZeroGraphError
-from zerograph.optim import host
+from zerograph.optim import host, stream
+from zerograph.runtime.torch_private import local_tensor
 
 TESTS = Path(__file__).parents[1]
 
@@ -35,8 +39,8 @@ def _refused(options: dict[str, Any]) -> None:
         (1, {"stage": 3, **HOST, "offload": "parameters"}, "no copies of them"),
         (2, {"stage": 3, **HOST, "update": "device"}, 'update="device" needs the device'),
         (1, {"stage": 3, **OFF}, "no copies of them in memory"),
-        (1, {"stage": 3, **BEHIND, "offload": "parameters"}, "no copies of them in memory"),
-        (2, {"stage": 3, **OFF, "offload": "parameters", **BF16}, "no copies of them in memory"),
+        (1, {"stage": 3, **BEHIND, "offload": "gradients"}, "gradients on NVMe lie where"),
+        (2, {"stage": 3, **OFF, "offload": "parameters", **BF16}, "gradients on NVMe lie where"),
     ],
 )
 def test_where_nothing_runs_beside_programs(world_size: int, options: dict[str, Any], why: str, tmp_path: Path) -> None:
@@ -85,6 +89,79 @@ def _an_update_fails(home: dict[str, Any]) -> None:
 @pytest.mark.parametrize("home", [HOST, {**OFF, **BF16}], ids=["host", "nvme"])
 def test_an_update_that_fails_is_heard_of_and_needs_a_checkpoint(home: dict[str, Any], tmp_path: Path) -> None:
     run(2, _an_update_fails, home if home is HOST else {**home, "path": str(tmp_path)}, timeout=90)
+
+
+class _Neighbours(nn.Module):
+    """Two parameters of one bucket, of which a step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = self.first(x)
+        return (self.second(x) if both else x).square().mean()
+
+
+def _neighbour_written_to(folder: str, how: str) -> None:
+    torch.manual_seed(0)
+    model = _Neighbours()
+    backend = zerograph.backend(stage=1, **OFF, path=folder, nvme="64MiB", **BF16)
+    model.compile(backend=backend)
+    opt = zerograph.optim.AdamW(model.parameters(), lr=1e-2, delayed=True)
+    for both in (True, True, False):
+        model(torch.randn(4, 64, dtype=torch.bfloat16), both).backward()
+        gate, update = threading.Event(), host._update_arrived
+
+        def waits(*args: Any, gate: threading.Event = gate, update: Any = update) -> None:
+            assert gate.wait(60)
+            update(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host, "_update_arrived", waits)
+            opt.step()
+        if both:
+            gate.set()
+    values = torch.full((64, 64), 3.0)
+    if how == "load":
+        threading.Timer(0.2, gate.set).start()
+        model.second.load_state_dict({"weight": values})  # waits for the update
+        opt.settle()
+        assert torch.equal(full(model.second.weight), values)
+        return
+    with torch.no_grad():
+        local_tensor(model.second.weight).fill_(3.0)
+    gate.set()
+    with pytest.raises(ZeroGraphError, match=r"1 parameters, .* were written to while AdamW"):
+        opt.settle()
+
+
+@pytest.mark.parametrize("how", ["load", "write"])
+def test_what_is_written_back_with_others_settles_or_is_an_error(how: str, tmp_path: Path) -> None:
+    run(2, _neighbour_written_to, str(tmp_path), how)
+
+
+def _a_stream_fails(folder: str) -> None:
+    training = Run(partial(adamw, delayed=True), stage=3, **OFF, **BF16, path=folder)
+    training.steps(2)
+    opt: Any = training.optimizer
+    kept = copy.deepcopy(({k: full(v) for k, v in training.model.state_dict().items()}, opt.state_dict()))
+    training.backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "through_slots", _fails)
+        opt.step()
+        opt.zero_grad()
+        training.backend._store.slots.wait()
+        with pytest.raises((MemoryError, RankError), match="no room"):
+            training.backward()
+    training.model.load_state_dict(kept[0])
+    opt.load_state_dict(kept[1])
+    opt.zero_grad()
+    training.steps(1)
+
+
+def test_a_stream_that_fails_says_why_and_a_checkpoint_loads(tmp_path: Path) -> None:
+    run(2, _a_stream_fails, str(tmp_path), timeout=90)
 
 
 def _written_to() -> None:

@@ -248,7 +248,8 @@ def plans(draw: st.DrawFn) -> Drawn:
     passes = not any(bucket.homes.optimizer == "nvme" for bucket in buckets)
     plan = replace(plan, update=draw(st.sampled_from(["host", "device"])) if passes else "host")
     if plan.update == "host":
-        plan = replace(plan, overlap=draw(st.sampled_from(OVERLAPS)))
+        late = not any(bucket.homes.spilled == "nvme" for bucket in buckets)
+        plan = replace(plan, overlap=draw(st.sampled_from([o for o in OVERLAPS if late or o != "delayed"])))
     plan = replace(plan, fetch_ahead=draw(st.integers(1, 4)), reductions=draw(st.integers(1, 3)))
     return Drawn(step, plan, machine, draw(st.integers(0, 2)))
 

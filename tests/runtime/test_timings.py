@@ -27,6 +27,24 @@ def test_only_a_recording_keeps_them() -> None:
     assert timings.take() == []
 
 
+def test_a_recording_knows_of_which_updates_it_has_all() -> None:
+    timings = Timings()
+    before = timings.update()
+    timings.begin()
+    own, unended = timings.update(), timings.update()
+    for at, update in enumerate((before, own, unended), 1):
+        timings.add("cpu_update", Purpose("states", "layers.0.weight", update), at, at + 1)
+    before.ended = own.ended = True
+    timings.add("nvme_read", Purpose("shard", "layers.0.weight"), 9, 10)
+    assert [timing.whole for timing in timings.take()] == [False, True, False, True]
+    between = timings.update()
+    timings.begin()
+    timings.add("cpu_update", Purpose("states", "layers.0.weight", between), 1, 2)
+    unended.ended = between.ended = True
+    timings.add("cpu_update", Purpose("states", "layers.0.weight", unended), 3, 4)
+    assert [timing.whole for timing in timings.take()] == [False, False]
+
+
 def test_an_arena_tells_when_bytes_moved(tmp_path: Path) -> None:
     timings = Timings()
     with Arena([tmp_path], 2**24, timings=timings) as arena:

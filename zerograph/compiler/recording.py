@@ -133,8 +133,8 @@ class Recording:
             ZeroGraphError: not exactly one forward and one backward of one compiled frame ran in between.
         """
         self._runtime.telemetry.recording = False
-        self._profile.stop()
         timings = self._runtime.store.timings.take()
+        self._profile.stop()
         if failed is not None:
             return
         events = list(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]

@@ -27,7 +27,7 @@ class UnderWay:
     Attributes:
         phase: kind of the program, "update" for all that moves with states.
         bucket: -1 of activations.
-        earlier: whether they are of an update that an earlier step began.
+        whole: whether the recording has all of what they belong to, and not a part of an update.
         times: in which some were under way, in nanoseconds since 1970; apart from each other and ascending.
     """
 
@@ -36,7 +36,7 @@ class UnderWay:
     label: str
     phase: str
     bucket: int
-    earlier: bool
+    whole: bool
     times: tuple[Interval, ...]
 
     @property
@@ -73,12 +73,11 @@ def under_way(timings: Iterable[Timing], plan: Plan, backward: int) -> list[Unde
     bucket_of = {param.name: bucket for bucket in plan.buckets for param in bucket.params}
     found: dict[tuple[Stream, str, str, str, int, bool], list[Interval]] = {}
     for timing in timings:
-        what, whose = timing.purpose
+        what, whose, _ = timing.purpose
         bucket = bucket_of.get(whose)
-        before, states = timing.begin < backward, what == "states"
-        phase = "update" if states else "forward" if before else "backward"
+        phase = "update" if what == "states" else "forward" if timing.begin < backward else "backward"
         label, index = (bucket.name, bucket.index) if bucket is not None else (whose, -1)
-        key = (timing.stream, what, label, phase, index, before and states)
+        key = (timing.stream, what, label, phase, index, timing.whole)
         found.setdefault(key, []).append((timing.begin, timing.end))
     return [UnderWay(*key, tuple(union(times))) for key, times in found.items()]
 
@@ -93,9 +92,9 @@ def seconds_of(moves: Iterable[UnderWay], programs: Sequence[Program]) -> dict[s
                 key = (move_key(each.operation, each.what, each.bucket, each.label), program.kind)
                 counts[key] = counts.get(key, 0) + 1
     found: dict[str, list[UnderWay]] = {}
-    for move in sorted(moves, key=lambda move: move.earlier):
-        if not move.earlier or move.key not in found or found[move.key][0].earlier:
-            found.setdefault(move.key, []).append(move)  # two updates of one bucket are not of one step
+    for move in moves:
+        if move.whole:
+            found.setdefault(move.key, []).append(move)
     return {
         key: sum(move.seconds for move in same) / sum(counts.get((key, move.phase), 1) for move in same)
         for key, same in found.items()

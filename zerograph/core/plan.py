@@ -387,6 +387,8 @@ class Plan:
             yield f"updates beside {self.overlap!r}"
         if self.overlap != "none" and self.update == "device":
             yield f"updates on the device ({self.overlap}) of what left it, while it computes"
+        if self.overlap == "delayed" and any(is_disk(bucket.homes.spilled) for bucket in self.buckets):
+            yield "delayed updates by gradients on a disk"
         for bucket in self.buckets:
             yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
         yield from _unlike(self)

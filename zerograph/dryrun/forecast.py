@@ -174,6 +174,11 @@ def refuse_offload(
             f"on {machine.name} the cores that update are those that compute: no forecast tells how they share",
             'plan without it, and measure overlap="forward"',
         )
+    if overlap == "delayed" and offload != "optimizer" and tier != "host":
+        raise ConfigError(
+            f"overlap delayed is given with --offload {offload}: on NVMe gradients lie where the next backward writes",
+            "leave them on the device, --offload optimizer, or say --tier host",
+        )
     open_homes(offload, open_tiers(machine, world, offload, tier), 3 if stage == "auto" else stage)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.machine import is_disk
 from zerograph.optim.factor import Factor
 from zerograph.optim.owner import Owner, StepsOf, Untouched
 from zerograph.optim.parts import UpdateRow
@@ -31,7 +32,7 @@ class DelayedSteps(StepsOf):
     How many ordinary steps are still to come is in the groups, as ``warmup``: state dicts have it.
 
     Attributes:
-        changing: the parameters of the update that is under way.
+        changing: the parameters of the update that is under way, and those that are written to NVMe together with them.
     """
 
     def __init__(self, optimizer: Owner) -> None:
@@ -68,12 +69,13 @@ class DelayedSteps(StepsOf):
         factor = opt.factor([*beside, *behind], grad_scale, clip)
         arrival = store.copies.leave(p for row in beside for p in row.layout.params)
         update = opt.update(beside, factor, arrival) if factor is not None else None
-        changing = [p for p in self.params if p.grad is not None]
-        for param in changing:
+        given = [p for p in self.params if p.grad is not None]
+        for param in given:
             param.grad = None  # the update has it
         if update is None or factor is None:
             opt.skipped += 1
             return
+        changing = [*given, *store.locations.neighbours(given)]
         self._pending, self.changing, self._seen = (update, behind, factor), changing, Untouched(changing)
         store.unsettled.add(self)
         update.stream_beside(store.in_background)
@@ -125,6 +127,10 @@ class DelayedSteps(StepsOf):
             self._refuse_idle("no backend of zerograph has its parameters")
         if store.copies.updates == "device":
             self._refuse_idle('update="device" needs the device, which computes')
+        places = store.locations.places()
+        own = (places[id(param)].block for param in params if id(param) in places)
+        if any(is_disk(store.gradients.homes[block]) for block in own):
+            self._refuse_idle("gradients on NVMe lie where the next backward writes its own")
         apart = store.copies.set_apart(p for p in params if not delayed.is_read_eagerly(p))
         if not apart:
             self._refuse_idle("programs read the parameters themselves, and no copies of them in memory")
@@ -142,9 +148,9 @@ class DelayedSteps(StepsOf):
     def _refuse_idle(self, why: str) -> NoReturn:
         raise ConfigError(
             f"{self}(delayed=True): nothing can be updated while the model computes: {why}",
-            'zerograph.backend(offload="optimizer" or "gradients") keeps copies on a device with a memory of its own, '
-            'and elsewhere with dtype=torch.bfloat16; offload="parameters", tier="host" keeps them on the host with '
-            "that dtype; or leave delayed out",
+            'zerograph.backend(offload="optimizer") keeps copies on a device with a memory of its own, and elsewhere '
+            'with dtype=torch.bfloat16; so does "gradients" with tier="host", and "parameters" there with that dtype '
+            "on the host; or leave delayed out",
         )
 
     def refuse(self, what: str, hint: str) -> NoReturn:

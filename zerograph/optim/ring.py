@@ -18,7 +18,7 @@ def through_slots(
     settle: Callable[[C], None],
     update: Callable[[C], _core.Ticket],
     write: Callable[[C], None],
-    ended: Callable[[C, int, int], None],
+    ended: Callable[[C, int, int], None] = lambda *_: None,
 ) -> None:
     """While one of ``chunks`` is updated, the next ones are read and the one before is written.
 

@@ -33,6 +33,7 @@ from zerograph.runtime.homes.host import Transfer
 from zerograph.runtime.homes.locations import COPY, GRADIENT, PARAMETER
 from zerograph.runtime.homes.nvme import Priority, Ticket
 from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.timings import Purpose, ToldUpdate
 
 
 class Stored(NamedTuple):
@@ -98,6 +99,7 @@ class Stream:
         # Of members in several chunks: their counts, and copies that all chunks but the last increment.
         self._counts: list[tuple[Tensor, Tensor]] = []
         self._chunks: list[_StoredChunk] = []
+        self._told: ToldUpdate | None = None
         places = {_place(m) for part in self.parts for m in part.members}
         self._mastered = {_place(m) for part in self.parts if part.mastered for m in part.members}
         blocks = dict.fromkeys(_place(m).block for part in self.parts for m in part.members)
@@ -205,6 +207,7 @@ class Stream:
                 with contextlib.suppress(Exception):
                     copy.arrive()
             chunk.under_way, chunk.copies, chunk.is_ahead = [], [], False
+        self._told = None
 
     def run(self, rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: float) -> None:
         """Update everything that has a gradient, and return when all is written.
@@ -237,9 +240,10 @@ class Stream:
                 self._settle,
                 lambda chunk: _core.update(self._calls(chunk, rules, grads), factor),
                 self._write,
-                lambda chunk, *times: self._store.timings.add("cpu_update", chunk.block.purpose("states"), *times),
+                lambda chunk, *times: self._store.timings.add("cpu_update", self._purpose(chunk), *times),
             )
             self._store.slots.has_run(self)
+            self._update.ended, self._told = True, None
         except BaseException as error:
             owner = self._owner()
             assert owner is not None  # its step runs
@@ -331,6 +335,16 @@ class Stream:
         chunk.is_ahead = False
         self._transfer(transfer, chunk, kinds, Priority.now)
 
+    @property
+    def _update(self) -> ToldUpdate:
+        """The update that is under way, or is read ahead for."""
+        if self._told is None:
+            self._told = self._store.timings.update()
+        return self._told
+
+    def _purpose(self, chunk: _StoredChunk) -> Purpose:
+        return chunk.block.purpose("states", self._update)
+
     def _transfer(
         self,
         transfer: Callable[..., Ticket],
@@ -340,8 +354,9 @@ class Stream:
     ) -> None:
         for kind, extent in kinds:  # one by one: what is under way must be known if the next one raises
             offset = chunk.begin * kind.dtype.itemsize
-            purpose = chunk.block.purpose("states")
-            chunk.under_way.append(transfer(extent, chunk.view(kind), priority, offset=offset, purpose=purpose))
+            chunk.under_way.append(
+                transfer(extent, chunk.view(kind), priority, offset=offset, purpose=self._purpose(chunk))
+            )
 
     def _settle(self, chunk: _StoredChunk) -> None:
         while chunk.under_way:

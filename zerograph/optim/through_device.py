@@ -25,7 +25,6 @@ from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.homes.host import Transfer
 from zerograph.runtime.homes.shards import ShardStore
-from zerograph.runtime.timings import Purpose
 
 _APART = 256
 """Bytes: what is in a slot begins at multiples, where vector loads are aligned."""
@@ -88,7 +87,6 @@ class ThroughDevice:
                 _CopiedChunk.settle,
                 lambda chunk: _core.update([self._call(chunk, rules[chunk.part], grads[chunk.part])], factor),
                 lambda chunk: self._copy_down(chunk, grads[chunk.part], follow[chunk.part]),
-                lambda chunk, *times: self._store.timings.add("compute", self._purpose(chunk), *times),
             )
         except BaseException as error:
             owner = self._owner()
@@ -117,10 +115,6 @@ class ThroughDevice:
         at = [begin + p.at[_gradient(part)] if grads.addresses[p.member] else 0 for p in chunk.pieces]
         fresh = [part.fresh[p.member] for p in chunk.pieces] if part.fresh else []
         return rule, chunk.tensors, at, TAGS[part.grad_dtype], fresh
-
-    def _purpose(self, chunk: _CopiedChunk) -> Purpose:
-        first = self.parts[chunk.part].members[chunk.pieces[0].member]
-        return Purpose("states", first.through_device)
 
     def _copy_up(self, chunk: _CopiedChunk, grads: Gradients) -> None:
         part = self.parts[chunk.part]

@@ -12,7 +12,7 @@ from graphs import fake_world
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.core.files.runfile import Measured
+from zerograph.core.files.runfile import Measured, move_key
 from zerograph.core.instructions import Move, Reduce
 from zerograph.core.machine import machine_named
 from zerograph.core.param_bytes import kept_states, shard_bytes
@@ -212,5 +212,9 @@ def test_states_on_nvme_are_read_updated_and_written_bucket_by_bucket() -> None:
     away = forecast_programs(programs, there, machine)
     assert {"nvme_read", "cpu_update", "nvme_write"} <= {span.stream for span in away.forecast.spans}
     assert away.forecast.peaks["nvme"].bytes == sum(kept.values())
+    measured = Measured(moves={move_key("update", "states", bucket.index, ""): 1.0 for bucket in plan.buckets})
+    slow = forecast_programs(programs, there, machine, measured=measured).forecast
+    assert slow.seconds > sum(span.stream == "cpu_update" for span in slow.spans) >= LAYERS
+    # Of states that are updated in memory a recording has one number.
     measured = Measured(update=1.0)
-    assert forecast_programs(programs, there, machine, measured=measured).forecast.seconds > 1.0
+    assert forecast_programs(programs, plan, machine, measured=measured).forecast.seconds > 1.0

@@ -249,7 +249,7 @@ def test_an_update_on_the_device_beside_a_forward_is_no_plan() -> None:
     assert list(replace(plan, overlap="sideways").mistakes()) == ["updates beside 'sideways'"]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("gradients", ["device", "nvme"])
+@pytest.mark.parametrize("gradients", ["device", "host"])
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_a_delayed_update_of_states_on_nvme_writes_a_second_copy(gradients: Tier, tiles: int) -> None:
     homes = Homes("device", gradients, "nvme")
@@ -263,15 +263,10 @@ def test_a_delayed_update_of_states_on_nvme_writes_a_second_copy(gradients: Tier
     computes = [span.end for span in found.spans if span.stream == "compute" and span.phase != "update"]
     follows = [span for span in found.spans if span.what == "parameters"]
     assert len(follows) == LAYERS * tiles and min(span.start for span in follows) >= max(computes)
-    # Gradients go where the update reads from, when it has ended.
-    spills = [span.start for span in found.spans if span.what == "gradient" and span.operation == "write"]
-    assert len(spills) == LAYERS * tiles * (gradients == "nvme")
-    ended = max(span.end for span in states)
-    assert all(start >= ended for start in spills)
     copies = sum(h.bytes for h in holdings if h.name.startswith("second copy") and h.tier == "host")
     params = [p for bucket in plan.buckets for p in bucket.params]
     assert copies == sum(copy_bytes(p, plan.world_size) for p in params)
-    assert found.seconds < forecast(homes, "forward", tiles).seconds or gradients == "nvme"
+    assert found.seconds < forecast(homes, "forward", tiles).seconds
 
 
 @pytest.mark.parametrize("homes", [HOST, Homes("device", "host", "host")], ids=str)
@@ -313,7 +308,8 @@ def test_parameters_without_a_copy_are_updated_behind_the_backward() -> None:
     assert len(earlier) == LAYERS
     assert all(earlier & set(each.reads) for each in update.instructions if each.stream == "cpu_update")
     _, plan = plan_of(NVME, "delayed")
-    assert not any(updated_late(plan, bucket) for bucket in plan.buckets) and list(plan.mistakes()) == []
+    assert not any(updated_late(plan, bucket) for bucket in plan.buckets)
+    assert list(plan.mistakes()) == ["delayed updates by gradients on a disk"]
 
 
 @pytest.mark.parametrize("home", ["device", "nvme"])

@@ -8,7 +8,7 @@ from functools import partial
 
 from zerograph.core.files.planfile import Holding
 from zerograph.core.files.runfile import Measured
-from zerograph.core.machine import Machine
+from zerograph.core.machine import Machine, is_disk
 from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
@@ -55,8 +55,8 @@ def forecast_programs(
     states = tuple(between_steps(plan, kept, rates.staging))
     step, last = tuple(programs), programs[-1]
     if last.kind == "backward":
-        # Of states on the host, updated where they are, a recording has one number for all that an update does.
-        apart = measured is None or any(key.startswith("update") for key in measured.moves)
+        # Of states in memory a recording has one number for all that an update does.
+        apart = measured is None or any(is_disk(bucket.homes.optimizer) for bucket in plan.buckets)
         inside: tuple[int, ...] = ()
         if apart and plan.overlap == "backward":
             last, inside = with_updates_inside(last, plan, kept, rates)

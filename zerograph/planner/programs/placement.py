@@ -199,6 +199,7 @@ def kept_on(tier: Tier, plan: Plan, moments: int, staging: Tier) -> dict[str, in
         shards = Shards.of(bucket.params, plan.world_size, moments, staging)
         placed = shards.at(homes)
         found["parameters"] += placed.parameters * (homes.parameters == tier)
+        found["parameters"] += placed.copies * (tier == "host" and second_copies(plan, bucket))
         found["gradients"] += shards.gradient * (homes.spilled == tier)
         found["optimizer states"] += placed.optimizer * (homes.optimizer == tier)
     return found

@@ -98,7 +98,6 @@ class _Sketch:
         self.ends: list[
             tuple[int, int, int, Homes, tuple[int, ...]]
         ] = []  # of updates beside this step: of whom, and registers
-        self.streaming: list[int] = []  # of those, the ends of updates through slots that nothing has waited for
         # Buckets and tiles -> registers of gradients of the step before, where updates are a step late.
         self.earlier: dict[tuple[int, int], tuple[int, ...]] = {}
         self.given: tuple[int, ...] = ()  # registers that the step before has filled
@@ -350,11 +349,7 @@ class _Sketch:
         self, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...], tier: Tier,
         there: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        """Move what is in registers on the device to ``away`` on ``tier``; what is ``there`` already it is added to.
-        Gradients go to a disk behind the updates that stream beside this step."""
-        if what == "gradient" and is_disk(tier):
-            ends, self.streaming = self.streaming, []
-            self.instructions += (self._once(bucket_work.wait_fetch, end) for end in ends)
+        """Move what is in registers on the device to ``away`` on ``tier``; what is ``there`` already it is added to."""
         slot = -1
         if len(hops("device", tier, self.rates.staging)) > 1:
             slot = slot_of(self.scheduler, "spill", self.spills)
@@ -409,7 +404,6 @@ class _Sketch:
                     moves, ends = self._once(update_late, *key, self.updates, held[0])
                     self.instructions += moves
                     self.ends.append((*key, ends))
-                    self.streaming += ends if is_disk(homes.optimizer) else ()
                     self.updates += 1
             if late:
                 self.updated[bucket.index] = ()
