@@ -132,8 +132,8 @@ class Backend:
 
     def _connected(self, ranks: Ranks) -> None:
         """These are the ranks to compile for."""
-        if ranks.device.type == "cpu" and (self.config.path or self.config.memory):
-            return_large_blocks()  # who bounds memory means the process's
+        if ranks.device.type == "cpu" and self.config.memory and self.config.path:
+            return_large_blocks()  # who bounds memory and has it on NVMe instead means the process's
         if self.config.split or ranks.host is not None:
             self._store.locations.host = HostShards(self._adoption.params, ranks.host or SimulatedHost())
         self._compile_for(ranks, self.config)
