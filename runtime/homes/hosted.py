@@ -97,7 +97,6 @@ class HostShards:
     def upload(self, names: Mapping[str, Copy]) -> None:
         """Begin to bring copies on the device the values that their parameters have off it."""
         for name, copy in names.items():
-            copy.renew()
             if copy.tensor is None:
                 continue
             source, room = local_tensor(self._params[name]).detach(), None
@@ -105,17 +104,17 @@ class HostShards:
                 room = self._slot(copy.tensor.nbytes)
                 (cast,) = _laid_out(room, [copy.tensor])
                 source = cast.copy_(source)  # by the host: fewer bytes go up
-            copy.under_way = self.memory.start([(source, copy.tensor)])
-            self._rising.append(copy.under_way)
+            under_way = self.bring(copy, source)
             if room is not None:
-                self._slots.append((room, copy.under_way))
+                self._slots.append((room, under_way))
 
-    def bring(self, copy: Copy, values: Tensor) -> None:
+    def bring(self, copy: Copy, values: Tensor) -> Transfer:
         """Begin to bring ``copy``, which is on the device, its ``values`` from the host."""
-        assert copy.tensor is not None
         copy.renew()
+        assert copy.tensor is not None
         copy.under_way = self.memory.start([(values, copy.tensor)])
         self._rising.append(copy.under_way)
+        return copy.under_way
 
     def _slot(self, size: int) -> Tensor:
         """Memory for what is on its way up, used in turn."""

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import plan_file
 
-from zerograph.compiler.under_way import UnderWay, length, seconds_of, under_way, union
+from zerograph.compiler.under_way import UnderWay, length, seconds_of, under_way
 from zerograph.core.files.runfile import move_key
 from zerograph.core.instructions import Move
 from zerograph.core.program import Program
+from zerograph.core.timeline import union
 from zerograph.runtime.timings import Purpose, Timing
 
 PLAN = plan_file(2).plan

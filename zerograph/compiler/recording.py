@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from zerograph.compiler.frame import Frame, last_frame
 from zerograph.compiler.report import RecordedStep
-from zerograph.compiler.under_way import UnderWay, length, seconds_of, under_way, union
+from zerograph.compiler.under_way import UnderWay, length, seconds_of, under_way
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.files.runfile import Measured, Run
 from zerograph.core.instructions import (
@@ -41,7 +41,7 @@ from zerograph.core.machine import Machine, is_disk
 from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
-from zerograph.core.timeline import Forecast, Peak, Span, Stream
+from zerograph.core.timeline import Forecast, Interval, Peak, Span, Stream, union
 from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs
 from zerograph.planner.programs.updates import update_program
 from zerograph.runtime.executor.telemetry import LABEL
@@ -287,7 +287,7 @@ def _measured(ran: Sequence[_Ran], moves: Sequence[UnderWay], programs: Sequence
 def _beside(ran: Sequence[_Ran], moves: Sequence[UnderWay]) -> float:
     """Seconds of updates in which nothing passed through slots."""
     updates = [(run.start, run.end) for run in ran if isinstance(run.instruction, Update)]
-    away = list(union(times for move in moves if move.phase == "update" for times in move.times))
+    away = union(times for move in moves if move.phase == "update" for times in move.times)
     return length(union([*updates, *away])) - length(away)
 
 
@@ -325,7 +325,7 @@ def _forecast(ran: Sequence[_Ran], moves: Sequence[UnderWay], memory: Sequence[t
     return Forecast(tuple(spans), *_curve(spans, memory, origin), not_counted=NOT_COUNTED)
 
 
-def _spans(ran: Sequence[_Ran]) -> Iterator[tuple[tuple[int, int], Span]]:
+def _spans(ran: Sequence[_Ran]) -> Iterator[tuple[Interval, Span]]:
     """Each instruction that occupied a stream, without task, start and end."""
     for run in ran:
         instruction, program = run.instruction, run.program

@@ -14,10 +14,8 @@ from zerograph.core.instructions import Move
 from zerograph.core.machine import LINKS, is_disk
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
-from zerograph.core.timeline import Operation, Span, Stream
+from zerograph.core.timeline import Interval, Operation, Span, Stream, union
 from zerograph.runtime.timings import Timing
-
-Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +97,6 @@ def seconds_of(moves: Iterable[UnderWay], programs: Sequence[Program]) -> dict[s
         key: sum(move.seconds for move in same) / sum(counts.get((key, move.phase), 1) for move in same)
         for key, same in found.items()
     }
-
-
-def union(times: Iterable[Interval]) -> Iterator[Interval]:
-    """Intervals that cover the same time, apart from each other and ascending."""
-    begin, end = 0, -1
-    for first, last in sorted(times):
-        if first > end:
-            if end >= 0:
-                yield begin, end
-            begin, end = first, last
-        end = max(end, last)
-    if end >= 0:
-        yield begin, end
 
 
 def length(times: Iterable[Interval]) -> float:

@@ -6,7 +6,7 @@ start of the step, sizes bytes of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,15 +109,16 @@ class Forecast:
     def exposed_communication(self) -> float:
         """Seconds in which collectives run and nothing computes."""
         # Copies and updates count as work: while they run, the step does not wait for the network alone.
-        working = _union((s.start, s.end) for s in self.spans if s.stream not in COMMUNICATION)
-        talking = _union((s.start, s.end) for s in self.spans if s.stream in COMMUNICATION)
+        working = union((s.start, s.end) for s in self.spans if s.stream not in COMMUNICATION)
+        talking = union((s.start, s.end) for s in self.spans if s.stream in COMMUNICATION)
         return sum(end - start for start, end in talking) - _overlap(talking, working)
 
 
 Interval = tuple[float, float]
 
 
-def _union(intervals: Iterator[Interval]) -> list[Interval]:
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Intervals that cover the same time, disjoint and ascending."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
