@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from zerograph.core.errors import RankError
 from zerograph.core.instructions import (
     Accumulate,
     BeginUpdate,
@@ -105,8 +106,7 @@ class Executor:
             self.store.end_forward_updates()
         try:
             self.early.enter(program.kind, self.names)
-            if self.sequence:
-                self.comm.enter(Entry(self.name, self.sequence, self.cache.steps))
+            self._enter()
             self.store.refuse_half_done()
             if program.kind != "backward":
                 self.store.drop_pages()
@@ -139,6 +139,14 @@ class Executor:
             raise
         self.telemetry.finished(program.kind)
         return [None if r is None else registers[r] for r in program.outputs]
+
+    def _enter(self) -> None:
+        if self.sequence:
+            try:
+                self.comm.enter(Entry(self.name, self.sequence, self.cache.steps))
+            except RankError:
+                self.store.tell_failed()  # else whoever loads a checkpoint now would hear of it
+                raise
 
     @cached_property
     def marked(self) -> list[tuple[Instruction, Callable[..., None], tuple[int, ...]]]:

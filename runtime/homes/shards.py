@@ -307,15 +307,20 @@ class ShardStore:
         self.saved.abandon()
         self.gradients.abandon()
 
+    def tell_failed(self) -> None:
+        """Raises:
+        Exception: what an update failed with, beside the caller and untold until now.
+        """
+        if self.half_done:
+            self.fetches.settle_following()
+            for update in list(self.unsettled):
+                update.settle()
+
     def refuse_half_done(self) -> None:
         """Raises:
         StorageError: an update ended half done.
         """
-        if self.half_done:
-            # One that failed beside the caller says itself why.
-            self.fetches.settle_following()
-            for update in list(self.unsettled):
-                update.settle()
+        self.tell_failed()
         for why in list(self.half_done.values()):
             raise StorageError(
                 f"the last update ended half done ({why}): some parameters and states are those after it",

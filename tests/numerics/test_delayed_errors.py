@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def test_what_is_written_back_with_others_settles_or_is_an_error(how: str, tmp_p
     run(2, _neighbour_written_to, str(tmp_path), how)
 
 
-def _a_stream_fails(folder: str) -> None:
+def _a_stream_fails(folder: str, late: int | None) -> None:
     training = Run(partial(adamw, delayed=True), stage=3, **OFF, **BF16, path=folder)
     training.steps(2)
     opt: Any = training.optimizer
@@ -152,6 +153,8 @@ def _a_stream_fails(folder: str) -> None:
         opt.step()
         opt.zero_grad()
         training.backend._store.slots.wait()
+        if _rank() == late:
+            time.sleep(1.0)  # it hears of the other's failure before it sees its own
         with pytest.raises((MemoryError, RankError), match="no room"):
             training.backward()
     training.model.load_state_dict(kept[0])
@@ -160,8 +163,9 @@ def _a_stream_fails(folder: str) -> None:
     training.steps(1)
 
 
-def test_a_stream_that_fails_says_why_and_a_checkpoint_loads(tmp_path: Path) -> None:
-    run(2, _a_stream_fails, str(tmp_path), timeout=90)
+@pytest.mark.parametrize("late", [None, 1])
+def test_a_stream_that_fails_says_why_and_a_checkpoint_loads(late: int | None, tmp_path: Path) -> None:
+    run(2, _a_stream_fails, str(tmp_path), late, timeout=90)
 
 
 def _written_to() -> None:
