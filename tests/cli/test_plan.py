@@ -22,12 +22,13 @@ import zerograph
 from zerograph.cli import main
 from zerograph.cli.plan import explanation
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.planfile import PlanFile, Reason
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import Homes
 from zerograph.core.timeline import STREAMS
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.explain.check_file import check_file
+from zerograph.planner.explain.reasons import _FASTEST
 
 pytestmark = pytest.mark.costly
 
@@ -310,6 +311,12 @@ def test_a_plan_has_updates_beside_what_the_optimizer_says(model: Path) -> None:
         assert any(told in f"{reason.decision} {reason.why}" for reason in file.reasons)
         seconds[overlap] = file.forecast.seconds
     assert seconds["none"] > seconds["backward"] and seconds["none"] > seconds["delayed"]
+
+    result = run(f"{model}:small", *OFFLOAD, "optimizer", "--tier", "host", "--overlap", "auto", "--json")
+    file = PlanFile.from_json(result.stdout)
+    exact = {overlap: seconds[overlap] for overlap in ("none", "forward", "backward")}
+    assert file.forecast.seconds == min(exact.values()) and file.plan.overlap == min(exact, key=exact.__getitem__)
+    assert Reason("plan", "an optimizer with overlap=True", _FASTEST) in file.reasons
 
 
 def test_memory_is_not_dropped_beside_offload() -> None:

@@ -52,7 +52,8 @@ _OFFLOADED = (
 _BESIDE = (
     "The optimizer's argument: backward is overlap=True, where backwards update what they have done with; forward is "
     'overlap="forward", where updates of what left the device run beside the next forward; delayed is delayed=True, '
-    "where they run beside the whole next step."
+    "where they run beside the whole next step; auto is the fastest of none, forward and backward, which change no "
+    "number (backward allows no clipping)."
 )
 _SAVED = "Where saved activations wait for the backward; auto is the device, or with --offload a choice by layer."
 _TILE = "Tiles of each large weight of a linear layer; auto has none, or chooses with --offload."
@@ -93,7 +94,7 @@ TILES = Parsed("auto|N", _tiles)
 @click.option("--largest", "what", type=click.Choice(["batch", "seq"]), help="Find the largest that fits.")
 @click.option("--offload", type=click.Choice(OFFLOAD), default="none", show_default=True, help=_OFFLOADED)
 @click.option("--tier", type=click.Choice(OFFLOAD_TIERS), help="Offload there only.  [default: chosen]")
-@click.option("--overlap", type=click.Choice(OVERLAPS), default="none", show_default=True, help=_BESIDE)
+@click.option("--overlap", type=click.Choice((*OVERLAPS, "auto")), default="none", show_default=True, help=_BESIDE)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="auto", show_default=True, help=_SAVED)
 @click.option("--tile", type=TILE, default="auto", show_default=True, help=_TILE)
 @click.option("--loss-tiles", type=TILES, default="auto", show_default=True, help=_LOSS_TILES)

@@ -41,7 +41,7 @@ def plan_file(
     memory: int | None = None,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
-    overlap: Overlap = "none",
+    overlap: Overlap | Literal["auto"] = "none",
     fold: bool = True,
     **options: Any,
 ) -> PlanFile:
@@ -153,7 +153,7 @@ def refuse_offload(
     machine: Machine,
     world: int,
     stage: Any,
-    overlap: Overlap = "none",
+    overlap: Overlap | Literal["auto"] = "none",
 ) -> None:
     """Refuse an impossible offload before minutes of tracing.
 

@@ -123,7 +123,7 @@ def probe(
     fold: bool = True,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
-    overlap: Overlap = "none",
+    overlap: Overlap | Literal["auto"] = "none",
     **options: Any,
 ) -> Probe:
     """The plans of a model by batch or sequence; see :func:`largest_file`."""
@@ -176,7 +176,7 @@ def largest_file(
     fold: bool = True,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
-    overlap: Overlap = "none",
+    overlap: Overlap | Literal["auto"] = "none",
     **options: Any,
 ) -> LargestPlan:
     """Plan the largest step that fits: solve for it on a few traces, then compile its programs.

@@ -25,7 +25,7 @@ from zerograph.core.step import Step
 from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search import decisions
-from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.constraints import EXACT, Constraints
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate, frontier, limits
 from zerograph.sim.simulate import simulate
@@ -47,6 +47,23 @@ _DEEP = st.builds(lambda layer, depth: [layer] * depth, _LAYER, st.integers(5, 4
 _MIXED = st.lists(st.tuples(_LAYER, st.integers(1, 8)), min_size=1, max_size=4).map(
     lambda runs: [layer for layer, count in runs for _ in range(count)]
 )
+
+
+def test_updates_stand_where_the_step_is_fastest() -> None:
+    """Never slower than with the place fixed, whatever the memory."""
+    step, asked = transformer(4, 4096, 2048), replace(WISH, stage=3, bucket_size=None, offload="parameters")
+    found = {place: Search(step, replace(asked, overlap=place), DGX2) for place in ("auto", *EXACT)}
+    chosen = set()
+    for device in range(1, 12):
+        most: dict[Tier, int] = {"device": device * 2**29, "host": 2**34, "nvme": 2**40}
+        fixed = {place: best for place in EXACT if (best := found[place].within(most)) is not None}
+        auto = found["auto"].within(most)
+        assert (auto is None) is (not fixed)
+        if auto is not None:
+            assert auto.rank == min(best.rank for best in fixed.values())
+            assert auto.seconds == forecast_sketch(auto.space.scheduler.fresh(), auto.plan)[0].seconds
+            chosen.add(auto.plan.overlap)
+    assert chosen == {"forward"} and found["auto"].smallest.peak == min(found[place].smallest.peak for place in EXACT)
 
 
 def every(search: Search) -> list[Candidate]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zerograph.core.files.planfile import Reason
 from zerograph.core.machine import is_disk
 from zerograph.core.param_bytes import sent_bytes
-from zerograph.core.plan import DEVICE, Bucket, Plan
+from zerograph.core.plan import DEVICE, Bucket, Overlap, Plan
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
 from zerograph.core.units import format_bytes, format_seconds
@@ -19,6 +19,10 @@ from zerograph.planner.search.constraints import Constraints
 
 _FASTEST = "predicted to be the fastest of the plans that were searched and fit"
 _ASKED = "it was asked for"
+_ARGUMENTS: Mapping[Overlap, str] = {
+    "none": "no overlap", "backward": "overlap=True", "forward": 'overlap="forward"', "delayed": "delayed=True",
+}  # fmt: skip
+"""Of zerograph's optimizers."""
 
 
 def reasons(
@@ -44,6 +48,9 @@ def reasons(
         off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
         told = "it was chosen" if constraints.offload == "auto" else f"offload={constraints.offload} was asked for"
         yield Reason("plan", f"shards of {off} {'bucket' if off == 1 else 'buckets'} off the device", told)
+        if constraints.overlap != "none":
+            why = _FASTEST if constraints.overlap == "auto" else _ASKED
+            yield Reason("plan", f"an optimizer with {_ARGUMENTS[plan.overlap]}", why)
     if unexecuted:
         yield Reason("plan", "forecast from the schedule of the traced step", "this plan cannot be run yet")
     again = rates.products(sum(span.flops for span in forecast.spans) - sum(op.flops for op in step.ops))
@@ -101,12 +108,12 @@ def _updated(step: Step, plan: Plan) -> Iterator[Reason]:
         if all(bucket.homes.optimizer == "device" for bucket in plan.buckets):
             done += f", {format_bytes(sum(op.moved for op in updates))} read and written"
         if plan.overlap == "backward":
-            yield Reason("optimizer", f"{done} inside of the backward, by buckets", _ASKED)
+            yield Reason("optimizer", f"{done} inside of the backward, by buckets", "no gradient is kept for its norm")
             return
         yield Reason("optimizer", done, "gradients may be clipped by their norm, so it waits for the whole backward")
         if plan.overlap != "none":
             beside = "forward" if plan.overlap == "forward" else "step, which computes with copies from before"
-            yield Reason("updates", f"of what left the device run beside the next {beside}", _ASKED)
+            yield Reason("updates", f"of what left the device run beside the next {beside}", "they need no device")
 
 
 def recomputed(plan: Plan) -> str:

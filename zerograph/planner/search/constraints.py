@@ -14,6 +14,8 @@ from zerograph.core.plan import OFFLOADS, Offload, Overlap, Update
 from zerograph.planner.programs.homes import open_tiers
 
 PREFETCHES = (0, DEFAULT_PREFETCH, 2, 4)
+EXACT: tuple[Overlap, ...] = ("none", "forward", "backward")
+"""Places of updates that change no number, the one that asks least of the user's loop first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Constraints:
         tokens: tiles of tokens in layers, all of which are then recomputed; "auto" looks at some, None at none.
         tiling: of which parameters the number of tiles is fixed, as in :class:`~zerograph.core.config.Config`.
         update: where states on the host are updated; on the device only what the host has can be.
-        overlap: what updates of states off the device run beside, by the optimizer's argument of that name.
+        overlap: what updates of states off the device run beside, by the optimizer's argument of that name; "auto" is
+            any of :data:`EXACT`.
         executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
     """
 
@@ -54,7 +57,7 @@ class Constraints:
     tokens: int | Literal["auto"] | None = None
     tiling: TileOption = "auto"
     update: Update = "host"
-    overlap: Overlap = "none"
+    overlap: Overlap | Literal["auto"] = "none"
     executable: Executable | None = None
 
     @classmethod

@@ -30,7 +30,7 @@ from zerograph.core.plan import DEVICE, OFFLOADS
 from zerograph.core.step import Step
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.programs.homes import open_homes
-from zerograph.planner.search.constraints import PREFETCHES, Constraints, fixed_once, same_variants
+from zerograph.planner.search.constraints import EXACT, PREFETCHES, Constraints, fixed_once, same_variants
 from zerograph.planner.search.decisions import first
 from zerograph.planner.search.deep_search import DeepSearch, Look
 from zerograph.planner.search.few_layers import by_few_layers
@@ -73,11 +73,19 @@ class Search:
             within: a search with more open, whose simulations this one takes.
         """
         self.constraints, self.moments = constraints, moments
+        self.variants: list[Variant]
+        self.spaces: list[SearchSpace]
+        self._parts: list[Search] = []  # one for each place of updates, where that is open
+        if constraints.overlap == "auto":
+            for overlap in EXACT:
+                more = {"states": states, "moments": moments, "work": work, "thorough": thorough}
+                one = replace(constraints, overlap=overlap)
+                self._parts.append(Search(step, one, machine, within=next(iter(self._parts), None), **more))  # type: ignore[arg-type]
+            self.variants, self.spaces = self._parts[0].variants, self._parts[0].spaces
+            return
         with without_gc():
             like = within if within is not None and same_variants(constraints, within.constraints) else None
-            self.variants: list[Variant] = (
-                variants_of(Graph.of(step), constraints, machine) if like is None else like.variants
-            )
+            self.variants = variants_of(Graph.of(step), constraints, machine) if like is None else like.variants
             self.states = sum(state_bytes(step.params, constraints.world_size, moments)) if states is None else states
             self.tiers = constraints.tiers(machine)
             self.homes = open_homes(constraints.offload, self.tiers, constraints.sharding)
@@ -150,6 +158,8 @@ class Search:
     @cached_property
     def best(self) -> list[Candidate]:
         """The plans that no other beats, the smallest on the device first."""
+        if self._parts:
+            return frontier(chain.from_iterable(part.best for part in self._parts))
         assert self._deep is not None
         return self._deep.settled()
 
@@ -170,9 +180,13 @@ class Search:
             budget: per tier, none where one is missing; a number is the device's, and leaves the others unlimited.
         """
         most = limits(budget)
-        if self._deep is not None:
+        if self._parts:
+            found = [fastest for part in self._parts if (fastest := part.within(budget)) is not None]
+        elif self._deep is not None:
             return self._deep.within(most)
-        return min((c for c in self.best if c.fits(most)), key=lambda c: c.rank, default=None)
+        else:
+            found = [c for c in self.best if c.fits(most)]
+        return min(found, key=lambda c: c.rank, default=None)
 
 
 def _look(constraints: Constraints, few: Sequence[SearchSpace], tiers: Sequence[Tier]) -> Look:

@@ -124,7 +124,7 @@ def spaces_of(
             recompute="full" if variant.token_tiles > 1 and constraints.recompute == "auto" else constraints.recompute,
             saved=constraints.saved or "device",
             update=constraints.update,
-            overlap=constraints.overlap,
+            overlap="none" if constraints.overlap == "auto" else constraints.overlap,
             tiles=tiles_wanted(constraints.tiling, step, constraints.world_size, size),
         )
         whole: tuple[str, ...] = ()
