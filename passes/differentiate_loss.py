@@ -1,6 +1,6 @@
 """Make the gradients of a loss in tiles in the forward, so that the backward need not compute logits again.
 
-The backward's part of the region (:mod:`zerograph.graph.loss_gradients`) is copied into the forward with 1 in place of
+The backward's part of the region (:mod:`zerograph.tiling.loss_gradients`) is copied into the forward with 1 in place of
 the loss's gradient, and what it makes is saved. The backward multiplies that by the gradient, once it is given one:
 large sums in place (:data:`~zerograph.graph.ops.SCALE`), all else in its first segment.
 
@@ -15,10 +15,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.core.plan import Plan
-from zerograph.graph.loss_gradients import LossGradients, loss_gradients
 from zerograph.graph.nodes import aten, call, computed
 from zerograph.graph.ops import SCALE
-from zerograph.graph.token_region import NotByToken, head_of, region_of
+from zerograph.tiling.loss_gradients import LossGradients, loss_gradients
+from zerograph.tiling.token_region import NotByToken, head_of, region_of
 
 log = logging.getLogger(__name__)
 

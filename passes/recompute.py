@@ -29,11 +29,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zerograph.core.plan import Plan
 from zerograph.core.step import layer_of_activation, layers_of
 from zerograph.graph.layers import module_of
-from zerograph.graph.middle import Gathered, middle_of
 from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
 from zerograph.graph.ops import UNSHARD
-from zerograph.graph.token_region import NotByToken, head_of, region_of
 from zerograph.graph.torch_private import SEEDS, WITH_EFFECTS
+from zerograph.tiling.middle import Gathered, middle_of
+from zerograph.tiling.token_region import NotByToken, head_of, region_of
 
 log = logging.getLogger(__name__)
 aten, prims = torch.ops.aten, torch.ops.prims

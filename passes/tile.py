@@ -27,7 +27,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
 from zerograph.graph.nodes import Marker, TileFact, added, call, computed, markers, part_of
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
-from zerograph.graph.products import (
+from zerograph.tiling.products import (
     GradientTerm,
     is_cast,
     is_gradient_of_lookup,
@@ -38,7 +38,7 @@ from zerograph.graph.products import (
     parts_of,
     products_of,
 )
-from zerograph.graph.table_rows import TableRows, checked
+from zerograph.tiling.table_rows import TableRows, checked
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

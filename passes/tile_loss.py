@@ -1,7 +1,7 @@
 """Run the head and its loss for some tokens at a time, so that logits never exist whole.
 
-The region that begins at the head's product (:mod:`zerograph.graph.token_region`) is written once for each tile, one
-after another (:mod:`zerograph.graph.token_tiles`).
+The region that begins at the head's product (:mod:`zerograph.tiling.token_region`) is written once for each tile, one
+after another (:mod:`zerograph.tiling.token_tiles`).
 
 Safe because every operator inside treats each token by itself, or sums: numbers per token are those of the whole, as
 far as products give the same for fewer rows, and sums are rounded in another order. The backward computes the logits of
@@ -15,8 +15,8 @@ import logging
 from torch import fx
 
 from zerograph.core.plan import Plan
-from zerograph.graph.token_region import NotByToken, head_of, region_of
-from zerograph.graph.token_tiles import write_tiles
+from zerograph.tiling.token_region import NotByToken, head_of, region_of
+from zerograph.tiling.token_tiles import write_tiles
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Run the linear layers of an MLP, and what lies between them, in one loop over the hidden dimension.
 
 Where a plan has the weights of an MLP in one loop, each tile gathers its part of every weight, and makes of it all that
-has the hidden dimension (:mod:`zerograph.graph.middle`): the middle is never whole.
+has the hidden dimension (:mod:`zerograph.tiling.middle`): the middle is never whole.
 
     for each tile: up_i = zg.unshard(up's rows); down_i = zg.unshard(down's columns)
                    y = zg.accumulate([gelu(x @ up_i.T), down_i.T], y)
@@ -24,11 +24,11 @@ import torch
 from torch import fx
 
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
-from zerograph.graph.middle import Gathered, Middle, middle_of
 from zerograph.graph.nodes import Marker, TileFact, added, aten, call, computed, is_view, move_needed_before
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
-from zerograph.graph.shares import Shares
-from zerograph.graph.token_region import PRODUCTS, SIZED, NotByToken
+from zerograph.tiling.middle import Gathered, Middle, middle_of
+from zerograph.tiling.shares import Shares
+from zerograph.tiling.token_region import PRODUCTS, SIZED, NotByToken
 
 log = logging.getLogger(__name__)
 prims = torch.ops.prims

@@ -1,7 +1,7 @@
 """Run the MLP of recomputed layers, and the norm and residual around it, for some tokens at a time.
 
-The region of each layer (:mod:`zerograph.graph.layer_tokens`) is written once for each tile
-(:mod:`zerograph.graph.token_tiles`), in the forward and in the backward, where a tile is computed again right before
+The region of each layer (:mod:`zerograph.tiling.layer_tokens`) is written once for each tile
+(:mod:`zerograph.tiling.token_tiles`), in the forward and in the backward, where a tile is computed again right before
 its gradients: torch may put all that is computed again first.
 
 Safe because every operator inside treats each token by itself, or sums: numbers per token are those of the whole, as
@@ -15,9 +15,9 @@ import logging
 from torch import fx
 
 from zerograph.core.plan import Plan
-from zerograph.graph.layer_tokens import layer_region, wide_products
-from zerograph.graph.token_region import NotByToken
-from zerograph.graph.token_tiles import write_tiles
+from zerograph.tiling.layer_tokens import layer_region, wide_products
+from zerograph.tiling.token_region import NotByToken
+from zerograph.tiling.token_tiles import write_tiles
 
 log = logging.getLogger(__name__)
 

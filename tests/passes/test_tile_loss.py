@@ -1,4 +1,4 @@
-"""Head and loss are written once for each tile of tokens, and compute the same (``graph/token_tiles.py``)."""
+"""Head and loss are written once for each tile of tokens, and compute the same (``tiling/token_tiles.py``)."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ from zerograph.graph.costs import (
 )
 from zerograph.graph.layers import module_of
 from zerograph.graph.lookups import last_of_range
-from zerograph.graph.middle import mlps_of
 from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
-from zerograph.graph.products import tilable
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.optimizer import with_updates
 from zerograph.runtime.buffers import dtype_name
+from zerograph.tiling.middle import mlps_of
+from zerograph.tiling.products import tilable
 
 
 @dataclass(frozen=True, slots=True)

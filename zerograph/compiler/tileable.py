@@ -17,12 +17,12 @@ from zerograph.compiler.source_lines import source_line
 from zerograph.core.plan import Plan
 from zerograph.core.step import Step, TokenRegion, layer_of_activation
 from zerograph.graph.costs import bytes_of, describing_sizes
-from zerograph.graph.layer_tokens import layer_region, wide_products
 from zerograph.graph.layers import layer_of_node
-from zerograph.graph.loss_gradients import loss_gradients
-from zerograph.graph.middle import Gathered, middle_of
 from zerograph.graph.nodes import Activation, backward_nodes
-from zerograph.graph.token_region import PRODUCTS, NodeRegion, NotByToken, head_of, region_of
+from zerograph.tiling.layer_tokens import layer_region, wide_products
+from zerograph.tiling.loss_gradients import loss_gradients
+from zerograph.tiling.middle import Gathered, middle_of
+from zerograph.tiling.token_region import PRODUCTS, NodeRegion, NotByToken, head_of, region_of
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.graph.tokens import ROWS, Tokens, Window, is_zeros, slices_tokens, window_of, zero_outside
+from zerograph.tiling.tokens import ROWS, Tokens, Window, is_zeros, slices_tokens, window_of, zero_outside
 
 aten = torch.ops.aten
 BOTH = Tokens((0, 1))

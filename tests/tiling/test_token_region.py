@@ -10,8 +10,8 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.graph.token_region import NotByToken, region_of
-from zerograph.graph.tokens import Tokens, Window
+from zerograph.tiling.token_region import NotByToken, region_of
+from zerograph.tiling.tokens import Tokens, Window
 
 aten = torch.ops.aten
 TOKENS, WORDS, WIDTH = 12, 64, 4

@@ -9,10 +9,10 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.graph.layer_tokens import layer_region, wide_products
 from zerograph.graph.nodes import Activation
-from zerograph.graph.token_region import NotByToken
-from zerograph.graph.tokens import Tokens
+from zerograph.tiling.layer_tokens import layer_region, wide_products
+from zerograph.tiling.token_region import NotByToken
+from zerograph.tiling.tokens import Tokens
 
 aten = torch.ops.aten
 TOKENS, WIDTH, WIDE = 6, 2, 8

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zerograph.graph.nodes import aten, backward_nodes, is_view
-from zerograph.graph.token_region import NodeRegion
+from zerograph.tiling.token_region import NodeRegion
 
 prims = torch.ops.prims
 

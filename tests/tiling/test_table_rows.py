@@ -12,7 +12,7 @@ from torch import fx
 from zerograph.core.plan import tile_params
 from zerograph.core.step import Param
 from zerograph.graph.ops import VIEW
-from zerograph.graph.table_rows import TableRows, checked
+from zerograph.tiling.table_rows import TableRows, checked
 
 
 class Viewed(fx.Interpreter):

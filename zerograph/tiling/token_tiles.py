@@ -16,8 +16,8 @@ from torch import fx
 from zerograph.core.plan import token_tiles
 from zerograph.graph.nodes import TokenTile, added, aten, call, computed, move_needed_before, part_of
 from zerograph.graph.ops import PLACE
-from zerograph.graph.token_region import MEANS, NodeRegion, copy_of_tile
-from zerograph.graph.tokens import Tokens
+from zerograph.tiling.token_region import MEANS, NodeRegion, copy_of_tile
+from zerograph.tiling.tokens import Tokens
 
 prims = torch.ops.prims
 

@@ -4,7 +4,7 @@ Every value that has the hidden dimension is made of the weights of the linear l
 dimension too: rows of the first ones and columns of the second (the other way round where inputs are rows). So the
 middle is all that follows from these weights, up to products that sum over the hidden dimension and to the weights'
 gradients. Each of its operators treats every place of that dimension by itself, which
-:mod:`zerograph.graph.token_region` knows of tokens. An input from outside with the dimension, such as a bias, is cut.
+:mod:`zerograph.tiling.token_region` knows of tokens. An input from outside with the dimension, such as a bias, is cut.
 
 A graph may need several *loops* over the dimension, one after another: where a sum is read by what leads to the middle
 again, as in a backward that first computes its layer anew, or of weights that are used twice.
@@ -24,10 +24,10 @@ from zerograph.core.step import Mlp
 from zerograph.graph.descent import descend
 from zerograph.graph.nodes import Marker, is_identity_view, markers
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
-from zerograph.graph.products import is_cast, is_transpose, readers_of, tilable
-from zerograph.graph.token_region import PRODUCTS, SIZED, SUMS, VIEWS, NotByToken, dims_of_operand, dims_of_result
-from zerograph.graph.tokens import SLICES, Tokens
 from zerograph.graph.torch_private import OpOverload
+from zerograph.tiling.products import is_cast, is_transpose, readers_of, tilable
+from zerograph.tiling.token_region import PRODUCTS, SIZED, SUMS, VIEWS, NotByToken, dims_of_operand, dims_of_result
+from zerograph.tiling.tokens import SLICES, Tokens
 
 Counts = Callable[[fx.Node], bool]
 """Whether a node is part of what is looked at."""

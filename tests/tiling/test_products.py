@@ -7,7 +7,7 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.graph.products import is_gradient_of_lookup, is_product, other_than_rows, parts_of, tilable
+from zerograph.tiling.products import is_gradient_of_lookup, is_product, other_than_rows, parts_of, tilable
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

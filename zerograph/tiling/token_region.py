@@ -23,7 +23,8 @@ from torch import fx
 from zerograph.core.plan import Plan
 from zerograph.graph.descent import descend
 from zerograph.graph.nodes import Activation, aten, is_made_of
-from zerograph.graph.tokens import (
+from zerograph.graph.torch_private import OpOverload
+from zerograph.tiling.tokens import (
     COLUMNS,
     ROWS,
     SLICES,
@@ -34,7 +35,6 @@ from zerograph.graph.tokens import (
     window_of,
     zero_outside,
 )
-from zerograph.graph.torch_private import OpOverload
 
 prims = torch.ops.prims
 
@@ -482,4 +482,4 @@ _ALSO_POINTWISE = frozenset({
 })  # fmt: skip
 
 dims_of_result, dims_of_operand, SIZED, VIEWS = _result, _operand, _SIZED, _VIEWS
-"""For regions of another dimension than tokens (:mod:`zerograph.graph.middle`)."""
+"""For regions of another dimension than tokens (:mod:`zerograph.tiling.middle`)."""

@@ -1,6 +1,6 @@
 """The part of a repeated layer that can run for some tokens at a time: its MLP, and the norm and residual around it.
 
-The region (:mod:`zerograph.graph.token_region`) begins at the layer's widest product, and holds all that is wider per
+The region (:mod:`zerograph.tiling.token_region`) begins at the layer's widest product, and holds all that is wider per
 token than what enters and leaves an MLP: that must not exist for all tokens. Operators next to it that treat every
 token by itself are taken in as well, so that they run tile by tile: the norm in front, the residual behind, and what
 their gradients are made of. Attention mixes tokens, and ends it.
@@ -15,8 +15,8 @@ from torch import fx
 from zerograph.core.step import layer_of_activation
 from zerograph.graph.layers import layer_of_node
 from zerograph.graph.nodes import Activation
-from zerograph.graph.token_region import PRODUCTS, NodeRegion, NotByToken, RegionGrowth
-from zerograph.graph.tokens import ROWS, Tokens
+from zerograph.tiling.token_region import PRODUCTS, NodeRegion, NotByToken, RegionGrowth
+from zerograph.tiling.tokens import ROWS, Tokens
 
 
 def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> NodeRegion:

@@ -9,8 +9,8 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.graph.loss_gradients import LossGradients, loss_gradients
-from zerograph.graph.token_region import region_of
+from zerograph.tiling.loss_gradients import LossGradients, loss_gradients
+from zerograph.tiling.token_region import region_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 TOKENS, WORDS, WIDTH = 12, 64, 4

@@ -9,7 +9,7 @@ from torch import fx
 
 from zerograph.core.plan import tile_rows
 from zerograph.graph.ops import PLACE, VIEW
-from zerograph.graph.shares import Shares
+from zerograph.tiling.shares import Shares
 
 
 class Run(fx.Interpreter):
