@@ -17,8 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zerograph.core.plan import Plan
 from zerograph.graph.nodes import aten, call, computed
 from zerograph.graph.ops import SCALE
+from zerograph.tiling.cuts import Mixes
 from zerograph.tiling.loss_gradients import LossGradients, loss_gradients
-from zerograph.tiling.token_region import NotByToken, head_of, region_of
+from zerograph.tiling.token_region import head_of, region_of
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def differentiate_loss(gm: fx.GraphModule, plan: Plan) -> int:
         return 0
     try:
         region = region_of(head)
-    except NotByToken as error:
+    except Mixes as error:
         # `recompute` warns where the forward's part is not by token either.
         log.debug("gradients of the loss are made in the backward: %s", error)
         return 0
@@ -41,7 +42,7 @@ def differentiate_loss(gm: fx.GraphModule, plan: Plan) -> int:
     for node in found.exits:
         made[node].meta["recompute"] = CheckpointPolicy.MUST_SAVE
         # A weight's gradient is scaled in place: a second one would be the peak of many steps.
-        in_place = region.tokens[node] is None and node.target is aten.mm.default
+        in_place = region.cuts[node] is None and node.target is aten.mm.default
         with gm.graph.inserting_after(node):
             node.replace_all_uses_with(_scaled(gm.graph, made[node], found.tangent, node, in_place=in_place))
     gm.graph.eliminate_dead_code()  # what they were made with in the backward

@@ -32,8 +32,9 @@ from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.torch_private import SEEDS, WITH_EFFECTS
+from zerograph.tiling.cuts import Mixes
 from zerograph.tiling.middle import Gathered, middle_of
-from zerograph.tiling.token_region import NotByToken, head_of, region_of
+from zerograph.tiling.token_region import head_of, region_of
 
 log = logging.getLogger(__name__)
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -128,7 +129,7 @@ def _recompute_loss(forward: list[fx.Node], plan: Plan) -> None:
         return
     try:
         region = region_of(head, set(forward).__contains__)
-    except NotByToken as error:
+    except Mixes as error:
         # Of another batch's size, or what Inductor's passes made of it.
         tiles = f"{plan.loss_tiles} tiles of the loss were planned"
         log.warning("%s, and logits exist for all tokens at once, because %s", tiles, error)
@@ -147,12 +148,12 @@ def _recompute_middle(read: Gathered, weights: Mapping[str, int], forward: Set[f
     """Recompute the middle of an MLP in one loop, tile by tile."""
     try:
         middle = middle_of(read, weights, lambda node: node in forward or node in read.alone)
-    except NotByToken as error:
+    except Mixes as error:
         # Inductor's passes made something else of it: `tile_mlp` warns.
         log.debug("the middle of %s stays whole: %s", ", ".join(weights), error)
         return
-    for node, dim in middle.dims.items():
-        if dim is not None and node.meta.get("ac_graph_id") != _LAST_REGION:
+    for node, cut in middle.cuts.items():
+        if cut is not None and node.meta.get("ac_graph_id") != _LAST_REGION:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 

@@ -15,7 +15,8 @@ import logging
 from torch import fx
 
 from zerograph.core.plan import Plan
-from zerograph.tiling.token_region import NotByToken, head_of, region_of
+from zerograph.tiling.cuts import Mixes
+from zerograph.tiling.token_region import head_of, region_of
 from zerograph.tiling.token_tiles import write_tiles
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def tile_loss(gm: fx.GraphModule, plan: Plan) -> int:
         return 0
     try:
         region = region_of(head)
-    except NotByToken as error:
+    except Mixes as error:
         # Of another size, or what Inductor's passes made of it: `recompute` has warned.
         log.debug("logits stay whole: %s", error)
         return 0

@@ -26,9 +26,10 @@ from torch import fx
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
 from zerograph.graph.nodes import Marker, TileFact, added, aten, call, computed, is_view, move_needed_before
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
+from zerograph.tiling.cuts import COLUMNS, Cut, Mixes
 from zerograph.tiling.middle import Gathered, Middle, middle_of
+from zerograph.tiling.region import copies_of
 from zerograph.tiling.shares import Shares
-from zerograph.tiling.token_region import PRODUCTS, SIZED, NotByToken
 
 log = logging.getLogger(__name__)
 prims = torch.ops.prims
@@ -44,13 +45,13 @@ def tile_mlp(gm: fx.GraphModule, plan: Plan) -> int:
         weights = {bucket.params[0].name: bucket.dim for bucket in buckets}
         try:
             middle = middle_of(read, weights)
-        except NotByToken as error:
+        except Mixes as error:
             log.warning(
                 "%s was planned in one loop of %d tiles, and its weights are in tiles one by one, because %s",
                 loop, buckets[0].tiles, error,
             )  # fmt: skip
             continue
-        if middle.dims:
+        if middle.cuts:
             written += _Loops(gm.graph, read, middle, buckets, plan.world_size).write()
     if written:
         gm.graph.eliminate_dead_code()
@@ -82,43 +83,43 @@ class _Loops:
         order = self._order(needed)
         into: dict[fx.Node, fx.Node | None] = dict.fromkeys(exits)
         with self.graph.inserting_before(self._place(exits, needed)):
-            cut = {key: dim for key, dim in self.middle.given.items() if key[0] in needed}
-            sources = dict.fromkeys((source, dim) for (_, source), dim in cut.items())
+            given = {key: cut for key, cut in self.middle.given.items() if key[0] in needed}
+            sources = dict.fromkeys((source, cut) for (_, source), cut in given.items())
             wide = {one: self._wide(*one) for one in sources}
             for index in range(self.count):
-                _HiddenTile(self, index, order, wide).write(into)
+                _HiddenTile(self, index, wide).write(order, into)
             made = {node: self._whole(node, into[node]) for node in exits}
         for node, whole in made.items():
             self._replace(node, whole)
 
-    def _wide(self, source: fx.Node, dim: int) -> fx.Node:
+    def _wide(self, source: fx.Node, cut: Cut) -> fx.Node:
         # A copy of a bias, so that it is read once and not by each tile.
-        return self.shares.wide(source, dim, copies=source in self.read.alone)
+        return self.shares.wide(source, cut.dim, copies=source in self.read.alone)
 
     def _whole(self, node: fx.Node, made: fx.Node | None) -> fx.Node:
         """The value of ``node`` from all tiles, in its dtype."""
         assert made is not None  # there is a tile
-        dim, dtype = self.middle.dims[node], node.meta["val"].dtype
-        if dim is None and node.target is aten.addmm.default:
+        cut, dtype = self.middle.cuts[node], node.meta["val"].dtype
+        if cut is None and node.target is aten.addmm.default:
             made = computed(self.graph, aten.add.Tensor, (made, node.args[0]), node)
-        elif dim == 1 or (dim is not None and node not in self.middle.gradients):
-            made = self.shares.whole(made, dim)
+        elif cut is not None and (cut == COLUMNS or node not in self.middle.gradients):
+            made = self.shares.whole(made, cut.dim)
         if made.meta["val"].dtype != dtype:
             made = computed(self.graph, prims.convert_element_type.default, (made, dtype), node)
         return made
 
     def _replace(self, node: fx.Node, whole: fx.Node) -> None:
-        if self.middle.dims[node] is None or node in self.middle.gradients:
+        if self.middle.cuts[node] is None or node in self.middle.gradients:
             # What of a later loop reads it finds it there.
             for user in [user for user in node.users if (user, node) in self.middle.given]:
                 self.middle.given[user, whole] = self.middle.given.pop((user, node))
             node.replace_all_uses_with(whole)
         else:
-            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in self.middle.dims)
+            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in self.middle.cuts)
 
     def _place(self, exits: list[fx.Node], needed: set[fx.Node]) -> fx.Node:
         """The node before which the loop runs: what it reads moves before it, where that stands behind."""
-        inside = self.middle.dims
+        inside = self.middle.cuts
         first = min(user for node in exits for user in node.users if inside[node] is None or user not in inside)
         move_needed_before(first, needed)
         return first
@@ -154,81 +155,65 @@ class _Loops:
 class _HiddenTile:
     """One tile of a loop."""
 
-    def __init__(
-        self, loops: _Loops, index: int, order: list[fx.Node], wide: dict[tuple[fx.Node, int], fx.Node]
-    ) -> None:
-        self.loops, self.index, self.order = loops, index, order
+    def __init__(self, loops: _Loops, index: int, wide: dict[tuple[fx.Node, Cut], fx.Node]) -> None:
+        self.loops, self.index = loops, index
         self.graph, self.middle, self.shares = loops.graph, loops.middle, loops.shares
         some: ParamTile = next(iter(loops.tiles.values()))[index]
         self.begin, self.end = some.begin, some.end
-        self.copies: dict[fx.Node, fx.Node] = {}
         # All of them at once, as each ends a segment.
-        self.parts = {one: self.shares.part(node, one[1], self.begin, self.end) for one, node in wide.items()}
+        self.parts = {one: self.shares.part(node, one[1].dim, self.begin, self.end) for one, node in wide.items()}
+        self.gathered: dict[fx.Node, fx.Node] = {}
 
-    def write(self, into: dict[fx.Node, fx.Node | None]) -> None:
+    def write(self, order: list[fx.Node], into: dict[fx.Node, fx.Node | None]) -> None:
         """Insert what the tile computes; ``into`` are the exits, of all tiles so far."""
-        for node in self.order:
-            dim, args = self.middle.dims[node], self._args(node)
-            if node in self.middle.gradients:
-                into[node] = self._reduce(node, args[0], into[node])
-                continue
-            if dim is None:
-                terms = args[-2:] if node.target in PRODUCTS else [self._insert(node, args)]
-                into[node] = added(self.graph, terms, into[node], node)
-                continue
-            self.copies[node] = self._insert(node, self._sized(node, args, dim))
-            if node in into:
-                tile = self.shares.padded(self.copies[node], dim, self.begin, self.end)
-                into[node] = self.shares.place(tile, into[node], dim, self.begin, self.end)
+        count = self.shares.there(self.begin, self.end)
+        for node, made in copies_of(self.middle, order, count, self._part, self._insert):
+            cut = self.middle.cuts[node]
+            if cut is None:
+                into[node] = added(self.graph, list(made), into[node], node)
+            elif node in self.middle.gradients:
+                into[node] = self._placed(node, made[0], cut, into[node])
+            elif node in into:
+                tile = self.shares.padded(made[0], cut.dim, self.begin, self.end)
+                into[node] = self.shares.place(tile, into[node], cut.dim, self.begin, self.end)
 
-    def _args(self, node: fx.Node) -> list[Any]:
-        def argument(source: fx.Node) -> fx.Node:
-            if source in self.loops.weights:
-                return self._gathered(source)
-            if source in self.copies:
-                return self.copies[source]
-            dim = self.middle.given.get((node, source))
-            return source if dim is None else self.parts[source, dim]
+    def _part(self, node: fx.Node, source: fx.Node) -> fx.Node | None:
+        if source in self.loops.weights:
+            if source not in self.gathered:
+                self.gathered[source] = self._gather(source)
+            return self.gathered[source]
+        cut = self.middle.given.get((node, source))
+        return None if cut is None else self.parts[source, cut]
 
-        return list(fx.node.map_arg(node.args, argument))  # type: ignore[arg-type]
-
-    def _sized(self, node: fx.Node, args: list[Any], dim: int) -> list[Any]:
-        """Where operators are given the sizes of their result, a tile's."""
-        if node.target in SIZED:
-            at = SIZED[node.target]
-            sizes = list(args[at])
-            sizes[dim] = sizes[dim] if sizes[dim] == -1 else self.shares.there(self.begin, self.end)
-            args[at] = sizes
-        return args
-
-    def _gathered(self, source: fx.Node) -> fx.Node:
+    def _gather(self, source: fx.Node) -> fx.Node:
         """The tile of a weight."""
-        if source not in self.copies:
-            marker, dim = self.loops.weights[source], self.middle.weights[source]
-            param = self.loops.tiles[marker.name][self.index]
-            _, _, *spec = source.args
-            val = source.meta["val"].new_empty(param.shape)
-            tile = call(self.graph, UNSHARD, (marker.source, list(param.shape), *spec), val, source)
-            tile.meta["zg"] = TileFact(self.index, param)
-            self.copies[source] = self.shares.cut(tile, dim, self.begin, self.end)
-        return self.copies[source]
+        marker, cut = self.loops.weights[source], self.middle.weights[source]
+        param = self.loops.tiles[marker.name][self.index]
+        _, _, *spec = source.args
+        val = source.meta["val"].new_empty(param.shape)
+        tile = call(self.graph, UNSHARD, (marker.source, list(param.shape), *spec), val, source)
+        tile.meta["zg"] = TileFact(self.index, param)
+        return self.shares.cut(tile, cut.dim, self.begin, self.end)
 
-    def _reduce(self, node: fx.Node, grad: fx.Node, into: fx.Node | None) -> fx.Node:
-        """Reduce a tile's gradient and put it in its place in the shard's."""
-        args: Any = node.args
-        _, shape, *spec = args
-        dim: int = self.middle.dims[node]  # type: ignore[assignment]
+    def _insert(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        if node in self.middle.gradients:
+            return self._reduce(node, *args)
+        return computed(self.graph, node.target, args, node, node.kwargs)
+
+    def _reduce(self, node: fx.Node, grad: fx.Node, shape: list[int], *spec: Any) -> fx.Node:
+        """Reduce a tile's gradient."""
+        dim: int = self.middle.cuts[node].dim  # type: ignore[union-attr]
         param = self.loops.tiles[str(spec[1])][self.index]
         own = [self.end - self.begin if dim == 0 else shape[0], *param.shape[1:]]
-        val = node.meta["val"].new_empty(own)
         grad = self.shares.padded(grad, dim, self.begin, self.end)
-        tile = call(self.graph, REDUCE_GRAD, (grad, own, *spec), val, node)
+        tile = call(self.graph, REDUCE_GRAD, (grad, own, *spec), node.meta["val"].new_empty(own), node)
         tile.meta["zg"] = TileFact(self.index, param)
-        if dim == 1:
-            return self.shares.place(tile, into, dim, self.begin, self.end)
-        whole = node.meta["val"]
-        place = ([tile], into, list(shape), 0, min(self.begin, whole.shape[0]))
-        return call(self.graph, PLACE, place, whole.new_empty(whole.shape), node)
+        return tile
 
-    def _insert(self, node: fx.Node, args: list[Any]) -> fx.Node:
-        return computed(self.graph, node.target, tuple(args), node, node.kwargs)
+    def _placed(self, node: fx.Node, tile: fx.Node, cut: Cut, into: fx.Node | None) -> fx.Node:
+        """The shard's gradient with a tile of it in its place."""
+        if cut == COLUMNS:
+            return self.shares.place(tile, into, cut.dim, self.begin, self.end)
+        whole = node.meta["val"]
+        place = ([tile], into, list(node.args[1]), 0, min(self.begin, whole.shape[0]))  # type: ignore[arg-type]
+        return call(self.graph, PLACE, place, whole.new_empty(whole.shape), node)

@@ -15,8 +15,8 @@ import logging
 from torch import fx
 
 from zerograph.core.plan import Plan
+from zerograph.tiling.cuts import Mixes
 from zerograph.tiling.layer_tokens import layer_region, wide_products
-from zerograph.tiling.token_region import NotByToken
 from zerograph.tiling.token_tiles import write_tiles
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def tile_tokens(gm: fx.GraphModule, plan: Plan) -> int:
     for product in list(wide_products(gm.graph.nodes, plan.token_regions)):
         try:
             tiles += write_tiles(gm.graph, layer_region(product), plan.token_tiles)
-        except NotByToken as error:
+        except Mixes as error:
             log.warning("the MLP that %s begins runs whole: %s", product.meta["zg"].name, error)
     if tiles:
         gm.graph.eliminate_dead_code()

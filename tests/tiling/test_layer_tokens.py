@@ -10,9 +10,8 @@ from graphs import Builder
 from torch import fx
 
 from zerograph.graph.nodes import Activation
+from zerograph.tiling.cuts import Cut, Mixes
 from zerograph.tiling.layer_tokens import layer_region, wide_products
-from zerograph.tiling.token_region import NotByToken
-from zerograph.tiling.tokens import Tokens
 
 aten = torch.ops.aten
 TOKENS, WIDTH, WIDE = 6, 2, 8
@@ -56,7 +55,7 @@ def test_norm_and_residual_are_inside_and_attention_is_not() -> None:
     ]  # fmt: skip
     assert [n.name for n in region.exits()] == [stream.name]
     assert {source.name for _, source in region.given} == {mixed.name}
-    assert set(region.tokens.values()) == {Tokens((0,))}
+    assert set(region.cuts.values()) == {Cut((0,))}
 
 
 def test_a_second_product_as_wide_begins_it_too() -> None:
@@ -99,7 +98,7 @@ def test_a_middle_that_is_needed_whole(what, why: str) -> None:
     b = builder()
     middle = wide(b, b.input("x", TOKENS, WIDTH))
     b.output(what(b, middle))
-    with pytest.raises(NotByToken, match=why):
+    with pytest.raises(Mixes, match=why):
         layer_region(middle)
 
 
@@ -108,7 +107,7 @@ def test_a_product_that_widens_nothing_begins_none() -> None:
     narrow = b.mm(b.input("x", TOKENS, WIDE), b.input("w", WIDE, WIDE))
     narrow.meta["zg"] = Activation(NAME)
     b.output(narrow)
-    with pytest.raises(NotByToken, match="makes nothing wider than what it reads"):
+    with pytest.raises(Mixes, match="makes nothing wider than what it reads"):
         layer_region(narrow)
 
 

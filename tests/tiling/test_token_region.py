@@ -10,8 +10,9 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.tiling.token_region import NotByToken, region_of
-from zerograph.tiling.tokens import Tokens, Window
+from zerograph.tiling.cuts import Cut, Mixes
+from zerograph.tiling.token_region import region_of
+from zerograph.tiling.windows import Window
 
 aten = torch.ops.aten
 TOKENS, WORDS, WIDTH = 12, 64, 4
@@ -42,10 +43,10 @@ def test_all_that_is_as_large_as_logits_is_inside_and_what_lies_between() -> Non
     assert names == ["mm_default", "amax_default", "sub_tensor", "exp_default", "sum_dim_int_list", "log_default",
                      "sub_tensor_1", "gather_default"]  # fmt: skip
     assert [node.name for node in region.exits()] == ["gather_default"]
-    assert set(region.tokens.values()) == {Tokens((0,))}
+    assert set(region.cuts.values()) == {Cut((0,))}
     assert {source.name: tokens for (_, source), tokens in region.given.items()} == {
-        "x": Tokens((0,)),
-        "wanted": Tokens((0,)),
+        "x": Cut((0,)),
+        "wanted": Cut((0,)),
     }
 
 
@@ -56,9 +57,9 @@ def test_batch_and_sequence_are_tokens_together() -> None:
     total = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, logits, mask), [-1])
     b.output(total)
     region = region_of(logits.args[0])
-    assert region.tokens[logits] == region.tokens[total] == Tokens((0, 1))
-    assert Tokens((0, 1)).of_tile([3, 4, WORDS], 5) == [1, 5, WORDS]
-    assert region.given[total.args[0], mask] == Tokens((0, 1))
+    assert region.cuts[logits] == region.cuts[total] == Cut((0, 1))
+    assert Cut((0, 1)).of_part([3, 4, WORDS], 5) == [1, 5, WORDS]
+    assert region.given[total.args[0], mask] == Cut((0, 1))
 
 
 def test_sums_over_tokens_leave_with_their_factors() -> None:
@@ -72,8 +73,8 @@ def test_sums_over_tokens_leave_with_their_factors() -> None:
     of_x = b.mm(grad, b.call(aten.permute.default, weight, [1, 0]))
     b.output(of_weight, of_bias, of_x)
     region = region_of(logits)
-    assert region.tokens[of_weight] is None and region.tokens[of_bias] is None
-    assert region.tokens[of_x] == Tokens((0,))
+    assert region.cuts[of_weight] is None and region.cuts[of_bias] is None
+    assert region.cuts[of_x] == Cut((0,))
     assert region.exits() == [of_weight, of_bias, of_x]
 
 
@@ -86,8 +87,8 @@ def test_what_is_large_and_made_for_logits_is_made_by_tile_too() -> None:
     mask = b.call(aten.eq.Tensor, expanded, words)
     b.output(b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, logits, mask), [1]))
     region = region_of(logits)
-    assert region.tokens[mask] == region.tokens[expanded] == Tokens((0,))
-    assert (mask, words) not in region.given and region.given[expanded, wanted] == Tokens((0,))
+    assert region.cuts[mask] == region.cuts[expanded] == Cut((0,))
+    assert (mask, words) not in region.given and region.given[expanded, wanted] == Cut((0,))
 
 
 def test_a_reduction_over_all_dimensions_sums_over_tokens() -> None:
@@ -95,7 +96,7 @@ def test_a_reduction_over_all_dimensions_sums_over_tokens() -> None:
     logits = head(b)
     total = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, logits, logits), None)
     b.output(total)
-    assert region_of(logits).tokens[total] is None
+    assert region_of(logits).cuts[total] is None
 
 
 def apart(b: Builder, logits: fx.Node) -> fx.Node:
@@ -117,8 +118,8 @@ def test_shifted_logits_are_a_head_of_fewer_tokens() -> None:
     b.output(loss, of_weight, of_x)
     region = region_of(logits)
     assert region.count == 9 and region.window == Window((3, 4), 1, 0, 3, 1)
-    assert region.exits() == [loss, of_weight, of_x] and zeros not in region.tokens
-    assert [region.counts_all(n, region.tokens[n]) for n in (logits, kept, loss, grad, of_x)] == [
+    assert region.exits() == [loss, of_weight, of_x] and zeros not in region.cuts
+    assert [region.counts_all(n, region.cuts[n]) for n in (logits, kept, loss, grad, of_x)] == [
         True, False, False, True, True
     ]  # fmt: skip
 
@@ -131,7 +132,7 @@ def test_words_may_stand_between_batch_and_sequence() -> None:
     total = b.call(aten.sum.dim_IntList, b.call(aten.sub.Tensor, turned, most), [1], True)
     b.output(b.call(aten.squeeze.dim, total, 1))
     region = region_of(logits)
-    assert region.tokens[turned] == region.tokens[most] == Tokens((0, 2)) and region.exits() == [total]
+    assert region.cuts[turned] == region.cuts[most] == Cut((0, 2)) and region.exits() == [total]
 
 
 def returned(b: Builder, logits: fx.Node) -> fx.Node:
@@ -211,5 +212,5 @@ def test_the_reason_why_logits_have_to_be_whole(use: Callable[[Builder, fx.Node]
     b = Builder()
     logits = head(b)
     b.output(use(b, logits))
-    with pytest.raises(NotByToken, match=why):
+    with pytest.raises(Mixes, match=why):
         region_of(logits)

@@ -19,10 +19,11 @@ from zerograph.core.step import Step, TokenRegion, layer_of_activation
 from zerograph.graph.costs import bytes_of, describing_sizes
 from zerograph.graph.layers import layer_of_node
 from zerograph.graph.nodes import Activation, backward_nodes
+from zerograph.tiling.cuts import PRODUCTS, Mixes
 from zerograph.tiling.layer_tokens import layer_region, wide_products
 from zerograph.tiling.loss_gradients import loss_gradients
 from zerograph.tiling.middle import Gathered, middle_of
-from zerograph.tiling.token_region import PRODUCTS, NodeRegion, NotByToken, head_of, region_of
+from zerograph.tiling.token_region import NodeRegion, head_of, region_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def _whole_regions(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[s
         del whole[name]
         try:
             _layer_region(layer_of_activation(name), product, backward, again)
-        except NotByToken as error:
+        except Mixes as error:
             whole[name] = f"{error} ({source_line(error.node)})"
     for name, why in list(whole.items())[:1]:  # the others are of layers like its own, most often
         log.warning(
@@ -89,7 +90,7 @@ def _apart(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]:
         try:
             middle_of(read, weights)
             middle_of(read, weights, lambda node: node not in backward)
-        except NotByToken as error:
+        except Mixes as error:
             apart.add(loop)
             log.warning(
                 "%s was planned in one loop of %d tiles, and its weights are in tiles one by one, because %s",
@@ -105,8 +106,8 @@ def why_logits_are_whole(product: fx.Node, backward: set[fx.Node]) -> str:
     """
     try:
         forward = region_of(product, lambda node: node not in backward)
-        region_of(product, lambda node: node in backward or node in forward.tokens)
-    except NotByToken as error:
+        region_of(product, lambda node: node in backward or node in forward.cuts)
+    except Mixes as error:
         return f"{error} ({source_line(error.node)})"
     return ""
 
@@ -115,7 +116,7 @@ def gradients_ahead(graph: fx.Graph, product: fx.Node) -> tuple[str, ...]:
     """The names of the backward's nodes that a loss in tiles computes in the forward."""
     try:
         found = loss_gradients(graph, region_of(product))
-    except NotByToken:
+    except Mixes:
         return ()
     return tuple(node.name for node in found.nodes) if found is not None else ()
 
@@ -146,18 +147,18 @@ def _token_region(
 ) -> TokenRegion | None:  # fmt: skip
     try:
         both = _layer_region(layer, product, backward, again)
-    except NotByToken as error:
+    except Mixes as error:
         log.debug("%s runs for all tokens at once: %s", layer, error)
         return None
     multiply = [node for node in both.nodes if node.target in PRODUCTS]
-    inside = [n for n in both.nodes if both.tokens[n] is not None and all(user in both.tokens for user in n.users)]
+    inside = [n for n in both.nodes if both.cuts[n] is not None and all(user in both.cuts for user in n.users)]
     return TokenRegion(
         layer=layer,
         activation=product.meta["zg"].name,
         params=tuple(dict.fromkeys(name for node in both.nodes for name in params_read.get(node.name, ()))),
         values=tuple(node.name for node in inside),
         moved=tuple((node.name, _moved_by_each_tile(node, both)) for node in multiply),
-        sums=tuple(node.name for node in multiply if both.tokens[node] is None),
+        sums=tuple(node.name for node in multiply if both.cuts[node] is None),
     )
 
 
@@ -166,10 +167,10 @@ def _layer_region(layer: str, product: fx.Node, backward: set[fx.Node], again: M
     computed ``again``.
 
     Raises:
-        NotByToken: forward or backward need it for all tokens at once.
+        Mixes: forward or backward need it for all tokens at once.
     """
     forward = layer_region(product, lambda node: node not in backward)
-    return layer_region(product, lambda node: node in backward or node in forward.tokens or again.get(node) == layer)
+    return layer_region(product, lambda node: node in backward or node in forward.cuts or again.get(node) == layer)
 
 
 def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx.Node, str]:
@@ -190,7 +191,7 @@ def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx
 
 def _moved_by_each_tile(product: fx.Node, region: NodeRegion) -> int:
     weight: fx.Node = product.args[-1]  # type: ignore[assignment]
-    return bytes_of_node(weight) if region.tokens[product] is not None else 2 * bytes_of_node(product)
+    return bytes_of_node(weight) if region.cuts[product] is not None else 2 * bytes_of_node(product)
 
 
 def bytes_of_node(node: fx.Node) -> int:

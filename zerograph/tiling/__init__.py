@@ -1,5 +1,5 @@
 """Where a step may be cut along one of its dimensions (rows of a weight, tokens, the hidden dimension of an MLP).
 
 Passes write the parts, and the compiler asks what can be cut before there is a plan. Begin with
-:mod:`~zerograph.tiling.token_region`, which says how operators treat a dimension.
+:mod:`~zerograph.tiling.cuts`, which says how operators treat a dimension.
 """

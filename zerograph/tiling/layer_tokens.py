@@ -15,8 +15,8 @@ from torch import fx
 from zerograph.core.step import layer_of_activation
 from zerograph.graph.layers import layer_of_node
 from zerograph.graph.nodes import Activation
-from zerograph.tiling.token_region import PRODUCTS, NodeRegion, NotByToken, RegionGrowth
-from zerograph.tiling.tokens import ROWS, Tokens
+from zerograph.tiling.cuts import PRODUCTS, ROWS, Cut, Mixes
+from zerograph.tiling.token_region import NodeRegion, RegionGrowth
 
 
 def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> NodeRegion:
@@ -26,17 +26,17 @@ def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
         counts: whether a node that reads something is part of what is looked at.
 
     Raises:
-        NotByToken: something needs the middle of the MLP of all tokens at once, or ``product`` begins none.
+        Mixes: something needs the middle of the MLP of all tokens at once, or ``product`` begins none.
     """
     (tokens, wide), entering = product.meta["val"].shape, _width_of_source(product)
     if not isinstance(tokens, int):
-        raise NotByToken(product, "has a number of tokens that is not known before it runs")
+        raise Mixes(product, "has a number of tokens that is not known before it runs")
     if not tokens:
-        raise NotByToken(product, "has no tokens")
+        raise Mixes(product, "has no tokens")
     if wide <= entering:
-        raise NotByToken(product, "makes nothing wider than what it reads")
+        raise Mixes(product, "makes nothing wider than what it reads")
     # Half, as a gate may be cut off; but no less than the stream of the model, which leaves the MLP.
-    finder = _LayerFinder(product, NodeRegion(tokens, max(wide // 2, entering + 1)), counts)
+    finder = _LayerFinder(product, NodeRegion(count=tokens, large=max(wide // 2, entering + 1)), counts)
     finder.grow()
     finder.absorb(layer_of_activation(product.meta["zg"].name))
     return finder.region
@@ -60,11 +60,11 @@ def _width_of_source(product: fx.Node) -> int:
 class _LayerFinder(RegionGrowth):
     """Also begins at products beside the first: those of a gate, or of the gradient of what the MLP makes."""
 
-    def _begins(self, product: fx.Node, tokens: Tokens) -> bool:
+    def _begins(self, product: fx.Node, tokens: Cut) -> bool:
         return tokens == ROWS
 
     def _is_large(self, node: fx.Node) -> bool:
-        first = node.target not in PRODUCTS or self.region.tokens.keys().isdisjoint(node.all_input_nodes)
+        first = node.target not in PRODUCTS or self.region.cuts.keys().isdisjoint(node.all_input_nodes)
         return first and self.region.is_large(node)
 
     def absorb(self, layer: str) -> None:
@@ -83,7 +83,7 @@ class _LayerFinder(RegionGrowth):
 
     def _near(self) -> Iterator[fx.Node]:
         """The nodes that read a result of the region, and those that make inputs for it alone."""
-        inside = self.region.tokens
+        inside = self.region.cuts
         for node in self.region.nodes:
             if inside[node] is not None:
                 yield from (user for user in self._users(node) if self._may_be_inside(user))
@@ -92,11 +92,11 @@ class _LayerFinder(RegionGrowth):
                 yield source
 
     def _may_be_inside(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and node.target not in PRODUCTS and node not in self.region.tokens
+        return node.op == "call_function" and node.target not in PRODUCTS and node not in self.region.cuts
 
     def _takes_in(self, node: fx.Node) -> bool:
         region = self.region
-        before = dict(region.tokens), dict(region.given), region.window, region.count
+        before = dict(region.cuts), dict(region.given), region.window, region.count
         try:
             given = {tokens for (_, source), tokens in region.given.items() if source is node}
             if not given:
@@ -105,12 +105,12 @@ class _LayerFinder(RegionGrowth):
                 self.enter(node, given.pop())
                 self.forget_given()
             else:
-                raise NotByToken(node, "is read in two ways")
-            self._check_order(region.tokens.keys() - before[0].keys())
+                raise Mixes(node, "is read in two ways")
+            self._check_order(region.cuts.keys() - before[0].keys())
             self.check_exits()
-        except NotByToken:
-            region.tokens, region.given, region.window, region.count = before
-        return node in region.tokens
+        except Mixes:
+            region.cuts, region.given, region.window, region.count = before
+        return node in region.cuts
 
     def _check_order(self, new: Set[fx.Node]) -> None:
         """Refuse ``new`` nodes that read from outside what depends on the region.
@@ -118,9 +118,9 @@ class _LayerFinder(RegionGrowth):
         A node behind the region stays behind it, whatever is taken in: that is a user, which was, or a source that
         nobody else reads.
         """
-        inside = self.region.tokens
+        inside = self.region.cuts
         for node in new:
             if node > self._until:
                 self._behind, self._until = self.behind(node), node
             if any(source in self._behind and source not in inside for source in node.all_input_nodes):
-                raise NotByToken(node, "is parted from the rest by what mixes tokens")
+                raise Mixes(node, "is parted from the rest by what mixes tokens")

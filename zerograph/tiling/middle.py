@@ -13,7 +13,7 @@ again, as in a backward that first computes its layer anew, or of weights that a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,33 +21,23 @@ import torch
 from torch import fx
 
 from zerograph.core.step import Mlp
-from zerograph.graph.descent import descend
 from zerograph.graph.nodes import Marker, is_identity_view, markers
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
-from zerograph.graph.torch_private import OpOverload
+from zerograph.tiling.cuts import PRODUCTS, SIZED, SUMS, VIEWS, Cut, Mixes, cut_of_operand, cut_of_result, is_pointwise
 from zerograph.tiling.products import is_cast, is_transpose, readers_of, tilable
-from zerograph.tiling.token_region import PRODUCTS, SIZED, SUMS, VIEWS, NotByToken, dims_of_operand, dims_of_result
-from zerograph.tiling.tokens import SLICES, Tokens
-
-Counts = Callable[[fx.Node], bool]
-"""Whether a node is part of what is looked at."""
+from zerograph.tiling.region import Counts, Growth, Region
 
 
-@dataclass(slots=True)
-class Middle:
+@dataclass(slots=True, kw_only=True)
+class Middle(Region):
     """The operators that run for some of the hidden dimension at a time.
 
     Attributes:
         weights: markers that gather the weights, with the dimension of each that is hidden.
-        dims: by operator inside, the dimension of its result that is hidden; None of a sum over it.
-        given: by operator inside and argument from outside, the dimension of that one that is hidden. Every tile reads
-            other arguments whole.
         gradients: of what is inside, the markers that reduce the gradients of the weights.
     """
 
-    weights: dict[fx.Node, int]
-    dims: dict[fx.Node, int | None] = field(default_factory=dict)
-    given: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)
+    weights: dict[fx.Node, Cut]
     gradients: set[fx.Node] = field(default_factory=set)
 
     def exits(self, counts: Counts = lambda _: True) -> list[fx.Node]:
@@ -55,30 +45,30 @@ class Middle:
         ``counts``."""
 
         def leaves(node: fx.Node) -> bool:
-            if self.dims[node] is None:
+            if self.cuts[node] is None:
                 return bool(node.users)
-            return any(user not in self.dims and (user.op == "output" or counts(user)) for user in node.users)
+            return any(user not in self.cuts and (user.op == "output" or counts(user)) for user in node.users)
 
-        return sorted(node for node in self.dims if node in self.gradients or leaves(node))
+        return sorted(node for node in self.cuts if node in self.gradients or leaves(node))
 
     def loops(self) -> list[list[fx.Node]]:
         """The exits of each loop, in order: those that depend on an earlier one's through something outside."""
         level: dict[fx.Node, int] = {}
-        exits, last = self.exits(), max(self.dims)
-        node = min(self.dims)
+        exits, last = self.exits(), max(self.cuts)
+        node = min(self.cuts)
         while node is not last.next:
             # A sum over the dimension is there behind its loop, and so is what is read outside.
-            within = self.dims.get(node) is not None
+            within = self.cuts.get(node) is not None
             behind = (
-                level.get(n, 0) + (n in self.dims and not (within and self.dims[n] is not None))
+                level.get(n, 0) + (n in self.cuts and not (within and self.cuts[n] is not None))
                 for n in node.all_input_nodes
             )
             level[node] = max(behind, default=0)
             node = node.next
         # A sum is made in the loop that makes its factors.
-        for node in (n for n in exits if self.dims[n] is None):
+        for node in (n for n in exits if self.cuts[n] is None):
             terms = node.args[-2:] if node.target in PRODUCTS else node.args[:1]
-            level[node] = max(level.get(n, 0) + (self.dims.get(n, 0) is None) for n in terms)  # type: ignore[arg-type, misc]
+            level[node] = max(level.get(n, 0) + (self.cuts.get(n, 0) is None) for n in terms)  # type: ignore[arg-type, misc]
         return [[node for node in exits if level[node] == number] for number in sorted({level[n] for n in exits})]
 
     def needed(self, exits: list[fx.Node]) -> set[fx.Node]:
@@ -88,7 +78,7 @@ class Middle:
             node = waiting.pop()
             if node not in found:
                 found.add(node)
-                waiting += [n for n in node.all_input_nodes if self.dims.get(n) is not None]
+                waiting += [n for n in node.all_input_nodes if self.cuts.get(n) is not None]
         return found
 
 
@@ -124,33 +114,40 @@ def middle_of(read: Gathered, weights: Mapping[str, int], counts: Counts = lambd
         counts: whether a node that reads something is part of what is looked at.
 
     Raises:
-        NotByToken: something does not treat every place of the hidden dimension by itself.
+        Mixes: something does not treat every place of the hidden dimension by itself.
     """
-    nodes = {marker.node: dim for name, dim in weights.items() for marker in read.markers.get(name, ())}
-    finder = _MiddleFinder(Middle(nodes), weights, read.alone, counts)
-    finder.grow()
-    return finder.middle
+    nodes = {marker.node: Cut((dim,)) for name, dim in weights.items() for marker in read.markers.get(name, ())}
+    growth = _MiddleGrowth(Middle(weights=nodes), weights, read.alone, counts)
+    growth.grow()
+    return growth.region
 
 
-class _MiddleFinder:
+class _MiddleGrowth(Growth):
+    region: Middle
+    in_loops = True
+
     def __init__(self, middle: Middle, weights: Mapping[str, int], alone: Set[fx.Node], counts: Counts) -> None:
-        self.middle, self.names, self.alone, self.counts = middle, weights, alone, counts
+        super().__init__(middle, counts)
+        self.names, self.alone = weights, alone
         self.waiting: list[fx.Node] = []
         self.hidden = _hidden(middle)
 
     def grow(self) -> None:
         """Take in all that follows from the weights."""
-        for marker in self.middle.weights:
+        for marker in self.region.weights:
             self._push(marker)
         while self.waiting:
             # In the order of the graph, so that of what a node reads it is known whether it is inside.
             node = heapq.heappop(self.waiting)
-            if node in self.middle.dims or not self.counts(node) or node.op == "output":
+            if node in self.region.cuts or not self.counts(node) or node.op == "output":
                 continue
             if node.target is REDUCE_GRAD:
                 self._gradient(node)
-            else:
-                self._enter(node)
+                continue
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                raise Mixes(node, "makes several tensors of them")
+            source = next(n for n in node.all_input_nodes if self.inside(n) is not None)
+            self.enter(node, self._result(node, source), source)
         self._settle()
 
     def _push(self, node: fx.Node) -> None:
@@ -160,126 +157,65 @@ class _MiddleFinder:
 
     def _settle(self) -> None:
         """Remove from the given arguments those that were found inside afterwards."""
-        for (node, source), dim in list(self.middle.given.items()):
-            found = self._inside(source)
+        for (node, source), cut in list(self.region.given.items()):
+            found = self.inside(source)
             if found is not None:
-                if found != dim:
-                    raise NotByToken(node, "mixes the hidden dimension with something else")
-                del self.middle.given[node, source]
+                if found != cut:
+                    raise Mixes(node, "mixes the hidden dimension with something else")
+                del self.region.given[node, source]
 
     def _gradient(self, node: fx.Node) -> None:
         marker = Marker(node, *node.args[3:])  # type: ignore[arg-type]
         if marker.name not in self.names:
             return  # a bias, whose gradient is there whole
-        if self._inside(marker.source) != self.names[marker.name]:
-            raise NotByToken(node, "reduces a gradient with the hidden dimension in another place")
-        self.middle.dims[node] = self.names[marker.name]
-        self.middle.gradients.add(node)
+        cut = Cut((self.names[marker.name],))
+        if self.inside(marker.source) != cut:
+            raise Mixes(node, "reduces a gradient with the hidden dimension in another place")
+        self.region.cuts[node] = cut
+        self.region.gradients.add(node)
 
-    def _inside(self, node: fx.Node) -> int | None:
-        found = self.middle.weights.get(node)
-        return self.middle.dims.get(node) if found is None else found
+    def inside(self, node: fx.Node) -> Cut | None:
+        return self.region.weights.get(node) or super().inside(node)
 
-    def _enter(self, node: fx.Node) -> None:
-        if not isinstance(node.meta.get("val"), torch.Tensor):
-            raise NotByToken(node, "makes several tensors of them")
-        if node.target in SLICES and any(isinstance(place, fx.Node) for place in node.args[SLICES[node.target] :]):
-            raise NotByToken(node, "slices at places that are not known before it runs")
-        source = next(n for n in node.all_input_nodes if self._inside(n) is not None)
-        descend(self._take_in, node, self._result(node, source), source)
-
-    def _take_in(
-        self, node: fx.Node, dim: int | None, behind: fx.Node | None
-    ) -> Iterator[tuple[fx.Node, int | None, None]]:
-        """``node`` is inside, and of what it reads what has the dimension is cut, or inside too."""
-        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise NotByToken(node, "is random: a tile of it would be another one")
-        self.middle.dims[node] = dim
-        if dim is not None:
+    def entered(self, node: fx.Node, cut: Cut | None) -> None:
+        if cut is not None:
             self._push(node)
-        for source in node.all_input_nodes:
-            if source is behind or not isinstance(source.meta.get("val"), torch.Tensor):
-                continue
-            found, wanted = self._inside(source), self._operand(node, source, dim)
-            if found is not None and found != wanted:
-                raise NotByToken(node, "mixes the hidden dimension with something else")
-            if found is None and wanted is not None:
-                if source not in self.middle.dims and self._is_made(source):
-                    yield source, wanted, None
-                else:
-                    self.middle.given[node, source] = wanted
 
-    def _is_made(self, source: fx.Node) -> bool:
+    def makes(self, node: fx.Node, source: fx.Node, cut: Cut) -> bool:
         """Whether ``source``, from outside, is as large as the middle and can be made for some of it at a time."""
         sizes = [size for size in source.meta["val"].shape if not isinstance(size, int) or size > 1]
-        makes = source.op == "call_function" and self.counts(source) and source not in self.alone
+        made = source.op == "call_function" and self.counts(source) and source not in self.alone
         target: Any = source.target
-        known = target in PRODUCTS | VIEWS | SIZED.keys() or is_transpose(source) or _is_pointwise(target)
-        return makes and known and len(sizes) > 1
+        known = target in PRODUCTS | VIEWS | SIZED.keys() or is_transpose(source) or is_pointwise(target)
+        return made and known and len(sizes) > 1
 
-    def _result(self, node: fx.Node, source: fx.Node) -> int | None:
-        dim = self._inside(source)
-        assert dim is not None
-        if node.target in PRODUCTS:
-            return self._of_product(node)
-        if node.target in VIEWS:
-            return self._viewed(node, source, dim)
-        if is_transpose(node):
-            return 1 - dim
-        found = self._one(node, dims_of_result(node, source, Tokens((dim,))))
-        if found is None and node.target not in SUMS:
-            raise NotByToken(node, "reads all of the hidden dimension")
-        return found
+    def _result(self, node: fx.Node, source: fx.Node) -> Cut | None:
+        cut = self.inside(source)
+        assert cut is not None
+        found = self._viewed(node, source, cut) if node.target in VIEWS else cut_of_result(node, source, cut)
+        if found is None and node.target not in SUMS | PRODUCTS:
+            raise Mixes(node, "reads all of the hidden dimension")
+        return self._of_one(node, found)
 
-    def _of_product(self, node: fx.Node) -> int | None:
-        *bias, left, right = node.args
-        dims = [self._inside(n) for n in (left, right)]  # type: ignore[arg-type]
-        if node.kwargs or left is right or (bias and bias[0] in (left, right)):
-            raise NotByToken(node, "is a product of another kind")
-        if dims in ([1, None], [None, 0], [1, 0]):
-            return None
-        if dims in ([0, None], [None, 1]):
-            return 0 if dims[0] == 0 else 1
-        if bias and self._inside(bias[0]) is not None and dims == [None, None]:  # type: ignore[arg-type]
-            return 1  # what is added to a product has the dimension: so has the product
-        raise NotByToken(node, "makes a product of the hidden dimension with itself")
+    def operand(self, node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | None:
+        if cut is not None and node.target in VIEWS:
+            return self._viewed(source, node, cut)
+        return self._of_one(node, cut_of_operand(node, source, cut))
 
-    def _operand(self, node: fx.Node, source: fx.Node, dim: int | None) -> int | None:
-        if node.target in PRODUCTS:
-            left, right = node.args[-2:]
-            if source is left:
-                return 1 if dim is None else (0 if dim == 0 else None)
-            if source is right:
-                return 0 if dim is None else (1 if dim == 1 else None)
-            shape = source.meta["val"].shape
-            at = None if dim is None else dim - (2 - len(shape))
-            return at if at is not None and at >= 0 and shape[at] == self.hidden else None
-        if dim is not None and node.target in VIEWS:
-            return self._viewed(source, node, dim)
-        if dim is not None and is_transpose(node):
-            return 1 - dim
-        if dim is None:
-            return self._inside(source)  # of a sum
-        return self._one(node, dims_of_operand(node, source, Tokens((dim,))))
-
-    def _viewed(self, node: fx.Node, source: fx.Node, dim: int) -> int:
-        """The dimension of ``node`` where it has the same numbers as ``source``: first stays first, and last last."""
+    def _viewed(self, node: fx.Node, source: fx.Node, cut: Cut) -> Cut:
+        """The cut of ``node`` where it has the same numbers as ``source``: first stays first, and last last. The number
+        of tokens may not be known."""
         before, after = source.meta["val"].shape, node.meta["val"].shape
-        if dim == len(before) - 1 and _is(after[-1], self.hidden):
-            return len(after) - 1
-        if dim == 0 and _is(after[0], self.hidden):
-            return 0
-        raise NotByToken(node, "mixes the hidden dimension with something else")
+        if cut.dim == len(before) - 1 and _is(after[-1], self.hidden):
+            return Cut((len(after) - 1,))
+        if cut.dim == 0 and _is(after[0], self.hidden):
+            return cut
+        raise Mixes(node, "mixes the hidden dimension with something else")
 
-    def _one(self, node: fx.Node, found: Tokens | None) -> int | None:
+    def _of_one(self, node: fx.Node, found: Cut | None) -> Cut | None:
         if found is not None and len(found.dims) != 1:
-            raise NotByToken(node, "takes the hidden dimension apart")
-        return found.dims[0] if found is not None else None
-
-
-def _is_pointwise(target: Any) -> bool:
-    """Whether the operator makes each number of those in the same place."""
-    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+            raise Mixes(node, "takes the hidden dimension apart")
+        return found
 
 
 def _is(size: Any, number: int) -> bool:
@@ -333,10 +269,10 @@ def _mlp(read: Gathered, backward: set[fx.Node], weights: dict[str, int], can: s
                 break
             weights = weights | more
         forward = middle_of(read, weights, lambda node: node not in backward)
-    except NotByToken:
+    except Mixes:
         return None
     exits = forward.exits(lambda node: node not in backward)
-    sums = [node for node in exits if node.target in PRODUCTS and forward.dims[node] is None]
+    sums = [node for node in exits if node.target in PRODUCTS and forward.cuts[node] is None]
     if len(sums) < len(exits) or not sums or not _is_closed(whole, backward):
         return None
     if any(_is_computed(source, read) for _, source in whole.given):
@@ -344,10 +280,10 @@ def _mlp(read: Gathered, backward: set[fx.Node], weights: dict[str, int], can: s
     last = {m for node in sums for m in _sources(node.args[-1])}
     if not last or not last <= whole.weights.keys():
         return None
-    if not all(_is_wide(node, dim) for node, dim in whole.weights.items()):
+    if not all(_is_wide(node, cut.dim) for node, cut in whole.weights.items()):
         return None
     middle = tuple(
-        node.name for node in sorted(whole.dims) if whole.dims[node] is not None and not _is_weight(node, whole)
+        node.name for node in sorted(whole.cuts) if whole.cuts[node] is not None and not _is_weight(node, whole)
     )
     return Mlp(_name(weights), _hidden(whole), tuple(sorted(weights.items())), middle)
 
@@ -361,7 +297,7 @@ def _is_computed(source: fx.Node, read: Gathered) -> bool:
 def _is_closed(whole: Middle, backward: set[fx.Node]) -> bool:
     """Whether nothing but sums, and gradients of weights and biases, leaves the backward's middle."""
     return all(
-        whole.dims[node] is None or node in whole.gradients or all(u.target is REDUCE_GRAD for u in node.users)
+        whole.cuts[node] is None or node in whole.gradients or all(u.target is REDUCE_GRAD for u in node.users)
         for node in whole.exits()
         if node in backward
     )
@@ -369,7 +305,7 @@ def _is_closed(whole: Middle, backward: set[fx.Node]) -> bool:
 
 def _others(middle: Middle) -> Iterator[tuple[str, int]]:
     """Weights that products inside read, and that are cut."""
-    for (node, source), dim in middle.given.items():
+    for (node, source), cut in middle.given.items():
         transposed = False
         while source.target is not UNSHARD:
             if not (is_transpose(source) or is_identity_view(source) or is_cast(source)):
@@ -377,7 +313,7 @@ def _others(middle: Middle) -> Iterator[tuple[str, int]]:
             transposed ^= is_transpose(source)
             source = source.args[0]  # type: ignore[assignment]
         if source.target is UNSHARD and node.target in PRODUCTS and source.meta["val"].dim() == 2:
-            yield str(source.args[2]), 1 - dim if transposed else dim
+            yield str(source.args[2]), 1 - cut.dim if transposed else cut.dim
 
 
 def _sources(node: Any) -> list[fx.Node]:
@@ -397,12 +333,12 @@ def _is_wide(marker: fx.Node, dim: int) -> bool:
 
 def _hidden(middle: Middle) -> int:
     """Size of the hidden dimension."""
-    return next((int(node.meta["val"].shape[dim]) for node, dim in middle.weights.items()), 0)
+    return next((int(node.meta["val"].shape[cut.dim]) for node, cut in middle.weights.items()), 0)
 
 
 def _is_weight(node: fx.Node, whole: Middle) -> bool:
     """Whether it is a weight, or the gradient of one: views and casts of it too."""
-    if node in whole.gradients or (whole.dims[node] is not None and _leads_to_gradient(node, whole)):
+    if node in whole.gradients or (whole.cuts[node] is not None and _leads_to_gradient(node, whole)):
         return True
     while node not in whole.weights:
         if not (is_transpose(node) or is_identity_view(node) or is_cast(node)):

@@ -16,8 +16,8 @@ from torch import fx
 from zerograph.core.plan import token_tiles
 from zerograph.graph.nodes import TokenTile, added, aten, call, computed, move_needed_before, part_of
 from zerograph.graph.ops import PLACE
-from zerograph.tiling.token_region import MEANS, NodeRegion, copy_of_tile
-from zerograph.tiling.tokens import Tokens
+from zerograph.tiling.cuts import MEANS, Cut
+from zerograph.tiling.token_region import NodeRegion, copy_of_tile
 
 prims = torch.ops.prims
 
@@ -34,7 +34,7 @@ class _TokenLoop:
         self, graph: fx.Graph, region: NodeRegion, tiles: tuple[tuple[int, int], ...], fact: TokenTile
     ) -> None:
         self.graph, self.region, self.tiles, self.fact = graph, region, tiles, fact
-        self.flat: dict[tuple[fx.Node, Tokens], fx.Node] = {}
+        self.flat: dict[tuple[fx.Node, Cut], fx.Node] = {}
         self.vals: dict[tuple[fx.Node, int], Any] = {}
 
     def write(self) -> None:
@@ -49,13 +49,13 @@ class _TokenLoop:
             for node, made in whole.items():
                 assert made is not None  # there is a tile
                 outside = self._as_before(node, made)
-                node.replace_all_uses_with(outside, delete_user_cb=lambda user: user not in self.region.tokens)
+                node.replace_all_uses_with(outside, delete_user_cb=lambda user: user not in self.region.cuts)
         for node in reversed(self.region.nodes):
             self.graph.erase_node(node)
 
     def _place(self) -> fx.Node:
         """The node before which all tiles run: what they read moves before it, where that stands behind."""
-        inside = self.region.tokens
+        inside = self.region.cuts
         first = min(user for node in self.region.exits() for user in node.users if user not in inside)
         move_needed_before(first, inside.keys())
         return first
@@ -75,16 +75,16 @@ class _TokenLoop:
 
         return insert
 
-    def _views(self, begin: int, end: int) -> dict[tuple[fx.Node, Tokens], fx.Node]:
+    def _views(self, begin: int, end: int) -> dict[tuple[fx.Node, Cut], fx.Node]:
         """A tile's part of each argument that is cut; all of them at once, as each ends a segment."""
-        views: dict[tuple[fx.Node, Tokens], fx.Node] = {}
+        views: dict[tuple[fx.Node, Cut], fx.Node] = {}
         for (_, source), tokens in self.region.given.items():
             if (source, tokens) not in views:
                 flat = self._flat(source, tokens)
                 views[source, tokens] = part_of(self.graph, flat, tokens.dim, begin, end, source)
         return views
 
-    def _flat(self, source: fx.Node, tokens: Tokens) -> fx.Node:
+    def _flat(self, source: fx.Node, tokens: Cut) -> fx.Node:
         """``source`` with all tokens that the loss looks at in one dimension."""
         shape, counts_all = source.meta["val"].shape, self.region.counts_all(source, tokens)
         if len(tokens.dims) == 1 and not counts_all:
@@ -97,7 +97,7 @@ class _TokenLoop:
                 found = computed(self.graph, aten.permute.default, (found, [*before, *tokens.dims, *behind]), source)
             if counts_all:
                 found = self._in_window(found, [shape[d] for d in before], [shape[d] for d in behind])
-            flat = tokens.of_tile(shape, self.region.count)
+            flat = tokens.of_part(shape, self.region.count)
             self.flat[source, tokens] = computed(self.graph, aten.reshape.default, (found, flat), source)
         return self.flat[source, tokens]
 
@@ -122,19 +122,19 @@ class _TokenLoop:
 
     def _end(self, node: fx.Node, made: tuple[fx.Node, ...], into: fx.Node | None, tile: tuple[int, int]) -> fx.Node:
         """Put what a tile made of ``node`` into that of all tiles."""
-        tokens, terms, (begin, end) = self.region.tokens[node], list(made), tile
+        tokens, terms, (begin, end) = self.region.cuts[node], list(made), tile
         if tokens is None:
             if node.target in MEANS:
                 share = (end - begin) / self.region.count
                 terms = [computed(self.graph, aten.mul.Tensor, (terms[0], share), node)]
             return added(self.graph, terms, into, node)
-        shape = tokens.of_tile(node.meta["val"].shape, self.region.count)
+        shape = tokens.of_part(node.meta["val"].shape, self.region.count)
         val = node.meta["val"].new_empty(shape)
         return call(self.graph, PLACE, (terms, into, shape, tokens.dim, begin), val, node)
 
     def _as_before(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """``made``, the result of the tiles, with the shape and dtype of ``node``."""
-        val, tokens = node.meta["val"], self.region.tokens[node]
+        val, tokens = node.meta["val"], self.region.cuts[node]
         if tokens is not None and self.region.counts_all(node, tokens):
             made = self._among_zeros(made, tokens.dim)
         if made.meta["val"].shape != val.shape:

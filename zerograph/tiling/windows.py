@@ -1,4 +1,4 @@
-"""Which dimensions of a value count its tokens, and which tokens a loss looks at.
+"""Which tokens a loss looks at.
 
 Shifted logits lack the last token of each sequence: a slice keeps a *window* of the tokens. A slice of a product is the
 product of a slice, so logits, and whatever stands between them and the slice, need to exist for the window alone. In
@@ -16,44 +16,9 @@ import torch
 from torch import fx
 
 from zerograph.graph.nodes import aten, is_view
+from zerograph.tiling.cuts import SLICES, Cut, is_slice_of, is_zeros, sliced_dim
 
 prims = torch.ops.prims
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The dimensions ``dims`` of a value, in order, count its tokens."""
-
-    dims: tuple[int, ...]
-
-    @property
-    def dim(self) -> int:
-        """The dimension that counts a tile's tokens."""
-        return self.dims[-1]
-
-    def moved(self, by: int) -> Tokens:
-        """The same, ``by`` dimensions farther on."""
-        return Tokens(tuple(dim + by for dim in self.dims))
-
-    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Those of ``shape`` that count tokens."""
-        return tuple(shape[dim] for dim in self.dims)
-
-    def of_tile(self, shape: Sequence[int], count: int) -> list[int]:
-        """``shape``, for ``count`` tokens."""
-        return [count if d == self.dim else 1 if d in self.dims else size for d, size in enumerate(shape)]
-
-    def runs(self) -> list[tuple[int, int]]:
-        """The dimensions as ranges of neighbours, each from its first to before its end."""
-        found: list[tuple[int, int]] = []
-        for dim in self.dims:
-            begin = found.pop()[0] if found and found[-1][1] == dim else dim
-            found.append((begin, dim + 1))
-        return found
-
-
-ROWS = Tokens((0,))
-COLUMNS = Tokens((1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +54,12 @@ class Window:
         return math.prod(self.sizes)
 
 
-def slices_tokens(node: fx.Node, tokens: Tokens) -> bool:
-    """Whether ``node`` keeps some of the ``tokens``, or writes some among others."""
-    return node.target in SLICES and _dim(node) in tokens.dims
-
-
-def window_of(node: fx.Node, tokens: Tokens) -> Window | None:
+def window_of(node: fx.Node, tokens: Cut) -> Window | None:
     """Those of the ``tokens`` that ``node`` keeps, or writes among others; None where it is no slice of tokens, or of
     all."""
-    if not slices_tokens(node, tokens):
+    if not is_slice_of(node, tokens):
         return None
-    dim, shape = _dim(node), _whole(node)
+    dim, shape = sliced_dim(node), _whole(node)
     at = SLICES[node.target] + 1
     named: Any = (*node.args[at:], *(None, None, 1)[len(node.args[at:]) :])
     found = Window(tokens.sizes(shape), tokens.dims.index(dim), *slice(*named).indices(shape[dim]))
@@ -111,12 +71,7 @@ def _whole(node: fx.Node) -> Sequence[int]:
     return node.args[0].meta["val"].shape  # type: ignore[union-attr, no-any-return]
 
 
-def _dim(node: fx.Node) -> int:
-    named: Any = node.args[SLICES[node.target] :][:1] or (0,)
-    return named[0] % len(_whole(node))  # type: ignore[no-any-return]
-
-
-def zero_outside(inside: Mapping[fx.Node, Tokens | None]) -> set[fx.Node]:
+def zero_outside(inside: Mapping[fx.Node, Cut | None]) -> set[fx.Node]:
     """The nodes that are zero for the tokens that a slice leaves out, or a sum to which they add nothing.
 
     Args:
@@ -126,7 +81,7 @@ def zero_outside(inside: Mapping[fx.Node, Tokens | None]) -> set[fx.Node]:
     for node in sorted(inside):
         tokens, zero = inside[node], [isinstance(arg, fx.Node) and arg in found for arg in node.args]
         if tokens is not None and node.target is aten.slice_scatter.default:
-            is_zero = is_zeros(node.args[0]) and (slices_tokens(node, tokens) or zero[1])
+            is_zero = is_zeros(node.args[0]) and (is_slice_of(node, tokens) or zero[1])
         elif node.target in _LINEAR_IN_EACH:
             is_zero = any(zero)
         elif node.target in _LINEAR_IN_BOTH:
@@ -138,13 +93,6 @@ def zero_outside(inside: Mapping[fx.Node, Tokens | None]) -> set[fx.Node]:
     return found
 
 
-def is_zeros(node: Any) -> bool:
-    """Whether ``node`` makes zeros."""
-    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
-
-
-SLICES: Mapping[Any, int] = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2}
-"""Operators that slice, and where their arguments name the dimension."""
 _LINEAR_IN_EACH = frozenset({aten.mul.Tensor, aten.mm.default})
 _LINEAR_IN_BOTH = frozenset({aten.add.Tensor, aten.sub.Tensor})
 _LINEAR_IN_THE_FIRST = frozenset({

@@ -1,4 +1,4 @@
-"""Tokens by dimension, and the windows that slices keep of them."""
+"""The windows that slices keep of tokens."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.tiling.tokens import ROWS, Tokens, Window, is_zeros, slices_tokens, window_of, zero_outside
+from zerograph.tiling.cuts import ROWS, Cut, is_slice_of, is_zeros
+from zerograph.tiling.windows import Window, window_of, zero_outside
 
 aten = torch.ops.aten
-BOTH = Tokens((0, 1))
-
-
-def test_dimensions_of_a_tile() -> None:
-    assert Tokens((0, 1)).of_tile([3, 4, 64], 5) == [1, 5, 64]
-    assert Tokens((0, 2)).of_tile([3, 64, 4], 5) == [1, 64, 5]
-    assert Tokens((0, 2, 3)).runs() == [(0, 1), (2, 4)] and ROWS.runs() == [(0, 1)]
-    assert Tokens((0, 2)).moved(1) == Tokens((1, 3)) and Tokens((0, 2)).sizes([3, 64, 4]) == (3, 4)
+BOTH = Cut((0, 1))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +29,7 @@ def test_windows_of_slices(args: tuple[int, ...], wanted: Window | None) -> None
     b = Builder()
     node = b.call(aten.slice.Tensor, b.input("x", 3, 4, 64), *args)
     assert window_of(node, BOTH) == wanted
-    assert slices_tokens(node, BOTH) is (args[0] != 2)
+    assert is_slice_of(node, BOTH) is (args[0] != 2)
     if wanted is not None:
         val = node.meta["val"]
         assert wanted.kept == tuple(val.shape[:2]) and wanted.count == val.shape[0] * val.shape[1] < wanted.all == 12
@@ -47,9 +41,9 @@ def test_what_is_linear_in_zeros_is_zero() -> None:
     b = Builder()
     zeros, part, x = b.call(aten.full.default, [4, 8], 0), b.input("part", 3, 8), b.input("x", 4, 8)
     written = b.call(aten.slice_scatter.default, zeros, part, 0, 0, 3)
-    inside: dict[fx.Node, Tokens | None] = {written: ROWS}
+    inside: dict[fx.Node, Cut | None] = {written: ROWS}
 
-    def zero(target: torch._ops.OpOverload, *args: object, tokens: Tokens | None = ROWS) -> bool:
+    def zero(target: torch._ops.OpOverload, *args: object, tokens: Cut | None = ROWS) -> bool:
         node = b.call(target, *args)
         inside[node] = tokens
         return node in zero_outside(inside)
@@ -57,7 +51,7 @@ def test_what_is_linear_in_zeros_is_zero() -> None:
     assert is_zeros(zeros) and not is_zeros(x) and written in zero_outside(inside)
     assert zero(aten.mul.Tensor, x, written) and zero(aten.div.Tensor, written, x) and zero(aten.neg.default, written)
     turned = b.call(aten.permute.default, written, [1, 0])
-    inside[turned] = Tokens((1,))
+    inside[turned] = Cut((1,))
     assert zero(aten.mm.default, turned, x, tokens=None) and zero(aten.sum.dim_IntList, written, [0], tokens=None)
     assert zero(aten.add.Tensor, written, written)
     assert not zero(aten.add.Tensor, written, x) and not zero(aten.add.Tensor, written, 1)
@@ -71,7 +65,7 @@ def test_zeros_are_followed_through_a_thousand_operators() -> None:
     b = Builder()
     zeros, part = b.call(aten.full.default, [4, 8], 0), b.input("part", 3, 8)
     node = b.call(aten.slice_scatter.default, zeros, part, 0, 0, 3)
-    inside: dict[fx.Node, Tokens | None] = {node: ROWS}
+    inside: dict[fx.Node, Cut | None] = {node: ROWS}
     for _ in range(1000):
         node = b.call(aten.add.Tensor, node, node)
         inside[node] = ROWS

@@ -1,0 +1,270 @@
+"""How operators treat dimensions that are cut: each keeps them, sums over them, or mixes them.
+
+Tokens are such dimensions (batch and sequence), and so is the hidden dimension of an MLP. In a part every value has as
+many dimensions as in the graph. Where several are cut, the last of them counts the part's, and the others are 1.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.graph.nodes import aten
+from zerograph.graph.torch_private import OpOverload
+
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The dimensions ``dims`` of a value, in order, are cut."""
+
+    dims: tuple[int, ...]
+
+    @property
+    def dim(self) -> int:
+        """The dimension that counts what is in a part."""
+        return self.dims[-1]
+
+    def moved(self, by: int) -> Cut:
+        """The same, ``by`` dimensions farther on."""
+        return Cut(tuple(dim + by for dim in self.dims))
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Those of ``shape`` that are cut."""
+        return tuple(shape[dim] for dim in self.dims)
+
+    def of_part(self, shape: Sequence[Any], count: int) -> list[Any]:
+        """``shape``, of a part that has ``count``."""
+        return [count if d == self.dim else 1 if d in self.dims else size for d, size in enumerate(shape)]
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The dimensions as ranges of neighbours, each from its first to before its end."""
+        found: list[tuple[int, int]] = []
+        for dim in self.dims:
+            begin = found.pop()[0] if found and found[-1][1] == dim else dim
+            found.append((begin, dim + 1))
+        return found
+
+
+ROWS = Cut((0,))
+COLUMNS = Cut((1,))
+
+
+class Mixes(Exception):
+    """Why something has to exist whole; ``node`` is what needs it."""
+
+    def __init__(self, node: fx.Node, why: str) -> None:
+        super().__init__(f"{node.target} {why}")
+        self.node = node
+
+
+def cut_of_result(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
+    """The dimensions of what ``node`` makes that are cut, if those of ``source`` are; None where it sums over them.
+
+    Raises:
+        Mixes: it does not treat them place by place, or nobody knows.
+    """
+    target: Any = node.target
+    if target in SEVERAL:
+        return _of_several(node, cut)
+    if target in PRODUCTS:
+        *bias, left, right = node.args
+        if left is not right and not {left, right}.intersection(bias) and not node.kwargs:
+            if source in bias:
+                return cut.moved(2 - len(shape_of(source)))
+            return cut if cut == (ROWS if source is left else COLUMNS) else None
+    elif target in _REDUCTIONS:
+        return _reduced(node, cut)
+    elif target in VIEWS:
+        return _viewed(node, shape_of(source), cut, shape_of(node))
+    elif (order := _order(node)) is not None:
+        return _in_order(node, [order.index(d) for d in cut.dims])
+    elif target is aten.unsqueeze.default:
+        return Cut(tuple(d + int(_dim(node) <= d) for d in cut.dims))
+    elif _works_by_place(node, cut.moved(rise := len(shape_of(node)) - len(shape_of(source)))):
+        return cut.moved(rise)
+    raise Mixes(node, "is not known to treat every token by itself")
+
+
+def cut_of_operand(node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | None:
+    """The dimensions of an argument that are cut, if ``cut`` are those of the result; None where it is read whole.
+
+    Raises:
+        Mixes: it does not treat them place by place, or nobody knows.
+    """
+    target: Any = node.target
+    if target in PRODUCTS:
+        left, right = node.args[-2:]
+        if source not in (left, right):
+            return _aligned(node, source, cut) if cut is not None else None
+        if cut is None:
+            return COLUMNS if source is left else ROWS
+        return cut if cut == (ROWS if source is left else COLUMNS) else None
+    if cut is not None:
+        if target is operator.getitem:
+            return cut
+        if target in SEVERAL:
+            return _of_several(node, cut)
+        if target in VIEWS:
+            return _viewed(node, shape_of(node), cut, shape_of(source))
+        if (order := _order(node)) is not None:
+            return _in_order(node, [order[d] for d in cut.dims])
+        if target is aten.unsqueeze.default:
+            return Cut(tuple(d - int(_dim(node) < d) for d in cut.dims if d != _dim(node)))
+        if is_slice_of(node, cut):
+            if source is sliced(node):
+                return cut
+            if is_zeros(source):
+                return None
+            raise Mixes(node, "writes some tokens among others")
+        if _works_by_place(node, cut):
+            return _aligned(node, source, cut)
+    raise Mixes(node, "is not known to treat every token by itself")
+
+
+def is_slice_of(node: fx.Node, cut: Cut) -> bool:
+    """Whether ``node`` keeps some places of what is ``cut``, or writes some among others."""
+    return node.target in SLICES and sliced_dim(node) in cut.dims
+
+
+def sliced(node: fx.Node) -> fx.Node:
+    """The tensor that a slice is of, or that it writes."""
+    return node.args[1 if node.target is aten.slice_scatter.default else 0]  # type: ignore[return-value]
+
+
+def sliced_dim(node: fx.Node) -> int:
+    """The dimension that a slice is along."""
+    named: Any = node.args[SLICES[node.target] :][:1] or (0,)
+    return named[0] % len(node.args[0].meta["val"].shape)  # type: ignore[union-attr, no-any-return]
+
+
+def is_zeros(node: Any) -> bool:
+    """Whether ``node`` makes zeros."""
+    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether the operator makes each number of those in the same place."""
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def shape_of(node: fx.Node) -> list[int]:
+    """The sizes of what ``node`` makes."""
+    return list(node.meta["val"].shape)
+
+
+def _of_several(node: fx.Node, cut: Cut) -> Cut:
+    """The cut of each of several tensors that ``node`` makes of one."""
+    at, keeps = SEVERAL[node.target]
+    named: Any = node.args[at] if len(node.args) > at else 0
+    rank = len(shape_of(node.all_input_nodes[0]))
+    dims = {dim % rank for dim in (named if isinstance(named, (list, tuple)) else [named])}
+    if not dims.isdisjoint(cut.dims) or (keeps and not node.kwargs.get(keeps)):
+        raise Mixes(node, "makes several tensors of them")
+    return cut
+
+
+def _works_by_place(node: fx.Node, cut: Cut) -> bool:
+    target: Any = node.target
+    if target in SLICES:
+        return True  # along other dimensions, or a window
+    if target in _ALONG:
+        return _dim(node) not in cut.dims
+    return is_pointwise(target) or target in _ALSO_POINTWISE
+
+
+def _dim(node: fx.Node) -> int:
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
+    return dim % len(shape_of(node))  # type: ignore[no-any-return]
+
+
+def _order(node: fx.Node) -> list[int] | None:
+    """The order in which a transpose has the dimensions of what it reads."""
+    if node.target is aten.permute.default:
+        return list(node.args[1])  # type: ignore[arg-type]
+    return [1, 0] if node.target is aten.t.default else None
+
+
+def _in_order(node: fx.Node, dims: list[int]) -> Cut:
+    if dims != sorted(dims):
+        raise Mixes(node, "puts sequence before batch")
+    return Cut(tuple(dims))
+
+
+def _aligned(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
+    """The cut of what is broadcast to the result of ``node``."""
+    shape, result = shape_of(source), shape_of(node)
+    own = Cut(tuple(d for d in cut.moved(len(shape) - len(result)).dims if d >= 0))
+    sizes = own.sizes(shape)
+    if sizes == cut.sizes(result):
+        return own
+    if all(size == 1 for size in sizes):
+        return None
+    raise Mixes(node, "takes batch and sequence apart")
+
+
+def _reduced(node: fx.Node, cut: Cut) -> Cut | None:
+    """The cut of a reduction's result."""
+    rank = len(shape_of(node.all_input_nodes[0]))
+    named: Any = node.args[1] if len(node.args) > 1 and node.args[1] is not None else []
+    dims = {d % rank for d in (named if isinstance(named, (list, tuple)) else [named])} or set(range(rank))
+    over = dims & set(cut.dims)
+    if not over:
+        keeps = len(node.args) > 2 and bool(node.args[2])
+        return cut if keeps else Cut(tuple(d - sum(gone < d for gone in dims) for d in cut.dims))
+    if len(over) < len(cut.dims) or node.target not in SUMS | MEANS:
+        raise Mixes(node, "does more than sum over tokens")
+    return None
+
+
+def _viewed(node: fx.Node, before: Sequence[int], cut: Cut, after: Sequence[int]) -> Cut:
+    """The cut of what has sizes ``before`` where it is seen with sizes ``after``."""
+    dims: list[int] = []
+    for first, last in cut.runs():
+        dims += _same_numbers(node, math.prod(before[:first]), math.prod(before[first:last]), after)
+    return Cut(tuple(dims))
+
+
+def _same_numbers(node: fx.Node, ahead: int, count: int, sizes: Sequence[int]) -> range:
+    """The dimensions of ``sizes`` that count ``count``, behind others that count ``ahead``."""
+    for begin in range(len(sizes)):
+        for end in range(begin + 1, len(sizes) + 1):
+            if math.prod(sizes[:begin]) == ahead and math.prod(sizes[begin:end]) == count:
+                return range(begin, end)
+    raise Mixes(node, "mixes tokens with something else")
+
+
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+"""Products of two matrices."""
+SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
+MEANS = frozenset({aten.mean.default, aten.mean.dim})
+"""Means: over everything, the sum of the parts' means, each times its share."""
+SLICES: Mapping[Any, int] = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2}
+"""Operators that slice, and where their arguments name the dimension."""
+SIZED: Mapping[Any, int] = {
+    aten.view.default: 1, aten.reshape.default: 1, aten._unsafe_view.default: 1, aten.expand.default: 1,
+    aten.full.default: 0,
+}  # fmt: skip
+"""Where operators are given the sizes of their result."""
+VIEWS = frozenset({
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.dim, aten.squeeze.dims,
+})  # fmt: skip
+SEVERAL: Mapping[Any, tuple[int, str]] = {
+    aten.split.Tensor: (2, ""), aten.split_with_sizes.default: (2, ""), aten.var_mean.correction: (1, "keepdim"),
+}  # fmt: skip
+"""Operators that make several tensors, along which dimensions, and what says that these stay."""
+_REDUCTIONS = SUMS | MEANS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.any.dims}
+_ALONG = frozenset({
+    aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.cat.default,
+})  # fmt: skip
+"""They work along one dimension, their second argument."""
+_ALSO_POINTWISE = frozenset({
+    prims.convert_element_type.default, aten.alias.default, aten.clone.default, aten.expand.default, aten.full.default,
+})  # fmt: skip
