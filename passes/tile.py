@@ -25,7 +25,7 @@ from torch import fx
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
-from zerograph.graph.nodes import Marker, TileFact, added, call, computed, markers, part_of
+from zerograph.graph.nodes import Marker, TileFact, added, call, computed, markers
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.tiling.products import (
     GradientTerm,
@@ -38,6 +38,7 @@ from zerograph.tiling.products import (
     parts_of,
     products_of,
 )
+from zerograph.tiling.shares import Shares
 from zerograph.tiling.table_rows import TableRows, checked
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -69,10 +70,10 @@ class _RowTiles:
     """The tiles of one parameter, in place of ``marker``."""
 
     def __init__(self, graph: fx.Graph, bucket: Bucket, ranks: int, marker: Marker) -> None:
-        self.graph, self.marker, self.ranks = graph, marker, ranks
+        self.graph, self.marker = graph, marker
         self.param = bucket.params[0]
         self.dim, self.params = bucket.dim, tile_params(self.param, bucket.tiles, ranks, bucket.dim)
-        self.rows, self.chunk = self.param.shape[bucket.dim], self.param.chunk(ranks, bucket.dim)
+        self.shares = Shares(graph, self.param.shape[bucket.dim], ranks)
         self.like = marker.node
 
     def use(self) -> int:
@@ -111,9 +112,10 @@ class _RowTiles:
                 if by_columns:
                     into = self._place_columns(node, into, param)
                 else:
-                    into = self._place(node, into, shape, 0, min(param.begin, shape[0]))
+                    val, begin = marker.node.meta["val"].new_empty(shape), min(param.begin, shape[0])
+                    into = call(self.graph, PLACE, ([node], into, shape, 0, begin), val, self.like)
             if by_columns and into is not None:
-                into = self._narrow(into)
+                into = self.shares.whole(into, 1)
         self._replace(marker.node, into)
         return len(self.params)
 
@@ -144,20 +146,20 @@ class _RowTiles:
         self.like, into = product, None
         with self.graph.inserting_before(product):
             # A copy, so that the bias is read once and not by each tile.
-            biases = [self._wide_rows(one, copies=True) for one in bias]  # type: ignore[arg-type]
+            biases = [self._wide(one, copies=True) for one in bias]  # type: ignore[arg-type]
             for param, weight in self._markers():
                 begins = [self._part(one, param) for one in biases]
                 columns = self._call(product.target, *begins, x, self._as_read(weight, product))
                 into = self._place_columns(columns, into, param)
             assert into is not None
-            return self._narrow(into)
+            return self.shares.whole(into, 1)
 
     def _terms(self, product: fx.Node) -> fx.Node:
         """``x @ W``, with a bias or without."""
         *bias, x, _ = product.args
         self.like, into = product, None
         with self.graph.inserting_before(product):
-            wide = self._wide_rows(x)  # type: ignore[arg-type]
+            wide = self._wide(x)  # type: ignore[arg-type]
             for param, weight in self._markers():
                 into = added(self.graph, [self._part(wide, param), self._as_read(weight, product)], into, product)
             assert into is not None
@@ -177,7 +179,7 @@ class _RowTiles:
         self.like, into = lookup, None
         ids: fx.Node = lookup.args[1]  # type: ignore[assignment]
         with self.graph.inserting_before(lookup):
-            table = TableRows(self.graph, checked(self.graph, ids, self.rows, lookup), self.chunk, lookup)
+            table = TableRows(self.graph, checked(self.graph, ids, self.shares.size, lookup), self.shares.share, lookup)
             for param, weight in self._markers():
                 inside, rows = table.in_tile(param)
                 term = self._call(aten._unsafe_masked_index.default, weight, inside, [rows], 0)
@@ -202,7 +204,7 @@ class _RowTiles:
         factor: fx.Node = grad.args[1] if transposed else grad.args[0]  # type: ignore[assignment]
         if not transposed:
             factor = factor.args[0] if is_transpose(factor) else self._transpose(factor)  # type: ignore[assignment]
-        wide = self._wide_rows(factor)
+        wide = self._wide(factor)
 
         def rows(param: ParamTile) -> fx.Node:
             part = self._part(wide, param)
@@ -216,7 +218,7 @@ class _RowTiles:
         """The rows of a lookup's gradient for each tile, added up where ids say: it takes those that it has."""
         args: Any = grad.args
         zeros, mask, (ids,), values = args
-        table = TableRows(self.graph, ids, self.chunk, self.like)
+        table = TableRows(self.graph, ids, self.shares.share, self.like)
 
         def rows(param: ParamTile) -> fx.Node:
             inside, index = table.in_tile(param)
@@ -245,56 +247,17 @@ class _RowTiles:
                 made[part] = self._call(part.node.target, *given) if is_sum(part.node) else given[0]
         return made[parts[-1]]
 
-    # ---- the parameter's rows as the last dimension of something: padded, and seen as [..., ranks, rows of a shard]
+    # ---- the parameter's rows as the last dimension of something
 
-    def _wide_rows(self, node: fx.Node, *, copies: bool = False) -> fx.Node:
-        lacking = self.ranks * self.chunk - self.rows
-        if lacking:
-            node = self._call(aten.constant_pad_nd.default, node, [0, lacking])
-        elif copies:
-            node = self._call(aten.clone.default, node)
-        if self.ranks == 1:
-            return node
-        front = self._front(node.meta["val"], 1)
-        if not node.meta["val"].is_contiguous():
-            node = self._call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return self._call(aten.view.default, node, [*front, self.ranks, self.chunk])
+    def _wide(self, node: fx.Node, *, copies: bool = False) -> fx.Node:
+        return self.shares.wide(node, node.meta["val"].dim() - 1, copies=copies)
 
     def _part(self, wide: fx.Node, param: ParamTile) -> fx.Node:
         """The columns of one tile, side by side."""
-        val = wide.meta["val"]
-        part = part_of(self.graph, wide, val.dim() - 1, param.begin, param.end, self.like)
-        if self.ranks == 1:
-            return part
-        dense = self._call(aten.clone.default, part, memory_format=torch.contiguous_format)
-        return self._call(aten.view.default, dense, [*self._front(val, 2), param.shape[0]])
+        return self.shares.part(wide, wide.meta["val"].dim() - 1 - (self.shares.ranks > 1), param.begin, param.end)
 
     def _place_columns(self, columns: fx.Node, into: fx.Node | None, param: ParamTile) -> fx.Node:
-        if self.ranks == 1:
-            return self._place(columns, into, [-1, self.chunk], 1, param.begin)
-        front = self._front(columns.meta["val"], 1)
-        parts = self._call(aten.view.default, columns, [*front, self.ranks, param.end - param.begin])
-        return self._place(parts, into, [-1, self.ranks, self.chunk], 2, param.begin)
-
-    def _narrow(self, placed: fx.Node) -> fx.Node:
-        """The result without what pads it."""
-        if self.ranks == 1:
-            return placed
-        whole = self._call(aten.view.default, placed, [*self._front(placed.meta["val"], 2), self.ranks * self.chunk])
-        if self.rows == self.ranks * self.chunk:
-            return whole
-        cut = self._call(aten.slice.Tensor, whole, 1, 0, self.rows)
-        return self._call(aten.clone.default, cut, memory_format=torch.contiguous_format)
-
-    def _place(self, term: fx.Node, into: fx.Node | None, shape: list[int], dim: int, begin: int) -> fx.Node:
-        val = term.meta["val"]
-        sizes = [own if size < 0 else size for size, own in zip(shape, val.shape, strict=True)]
-        return call(self.graph, PLACE, ([term], into, shape, dim, begin), val.new_empty(sizes), self.like)
-
-    @staticmethod
-    def _front(val: torch.Tensor, behind: int) -> list[int]:
-        """The sizes of a view up to the last dimensions ``behind``: a number of tokens that varies is left to it."""
-        return [size if isinstance(size, int) else -1 for size in val.shape[: val.dim() - behind]]
+        return self.shares.place(columns, into, 1, param.begin, param.end)
 
     def _transpose(self, node: fx.Node) -> fx.Node:
         return self._call(aten.permute.default, node, [1, 0])

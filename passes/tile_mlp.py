@@ -161,7 +161,7 @@ class _HiddenTile:
         some: ParamTile = next(iter(loops.tiles.values()))[index]
         self.begin, self.end = some.begin, some.end
         # All of them at once, as each ends a segment.
-        self.parts = {one: self.shares.part(node, one[1].dim, self.begin, self.end) for one, node in wide.items()}
+        self.parts = {one: self._cut(node, one[1].dim) for one, node in wide.items()}
         self.gathered: dict[fx.Node, fx.Node] = {}
 
     def write(self, order: list[fx.Node], into: dict[fx.Node, fx.Node | None]) -> None:
@@ -176,6 +176,9 @@ class _HiddenTile:
             elif node in into:
                 tile = self.shares.padded(made[0], cut.dim, self.begin, self.end)
                 into[node] = self.shares.place(tile, into[node], cut.dim, self.begin, self.end)
+
+    def _cut(self, wide: fx.Node, dim: int) -> fx.Node:
+        return self.shares.cut(self.shares.part(wide, dim, self.begin, self.end), dim, self.begin, self.end)
 
     def _part(self, node: fx.Node, source: fx.Node) -> fx.Node | None:
         if source in self.loops.weights:

@@ -144,7 +144,7 @@ def test_a_lone_rank_has_nothing_beside_its_own() -> None:
         show(gm),
         """\
 b_full = unshard(b_shard, b)
-clone_default = clone(b_full)
+clone_default = clone(b_full, torch.contiguous_format)
 unshard_default = unshard(w_shard, w)
 view_default = view(clone_default, 0, 0, 3)
 permute_default_1 = permute(unshard_default, [1, 0])

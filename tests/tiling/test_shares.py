@@ -38,7 +38,9 @@ def test_parts_put_together_are_the_whole(size: int, ranks: int, tiles: int, dim
     shares = Shares(b.graph, size, ranks)
     wide, into, parts = shares.wide(x, dim), None, []
     for begin, end in tile_rows(shares.share, tiles):
-        part = shares.part(wide, dim, begin, end)
+        padded = shares.part(wide, dim, begin, end)
+        part = shares.cut(padded, dim, begin, end)
+        assert padded.meta["val"].shape[dim] == shares.width(begin, end)
         parts.append(part)
         into = shares.place(shares.padded(part, dim, begin, end), into, dim, begin, end)
     assert into is not None
