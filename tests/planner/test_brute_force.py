@@ -20,9 +20,9 @@ from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.step import Step
 from zerograph.planner import plan_step
 from zerograph.planner.profile.regions import profile
+from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
-from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.sim.simulate import time_and_peaks
@@ -93,7 +93,7 @@ def judged(step: Step, plans: Iterator[Plan], machine: Machine) -> list[tuple[fl
     for plan in (first, *plans):
         assert not list(plan.mistakes())
         moved = scheduler.moved(plan)
-        found.append(time_and_peaks(sketch(scheduler, plan), scheduler.costs, (*held, *moved))[:2])  # type: ignore[arg-type]
+        found.append(time_and_peaks(coarse_programs(scheduler, plan), scheduler.costs, (*held, *moved))[:2])  # type: ignore[arg-type]
     return found
 
 

@@ -31,15 +31,15 @@ from zerograph.planner.estimate.sizes import ModelSize
 from zerograph.planner.estimate.strategy import Activations, Strategy, placements
 from zerograph.planner.estimate.training import Training
 from zerograph.planner.explain.check_file import check_file
-from zerograph.planner.explain.plan_file import file_from_sketch
+from zerograph.planner.explain.plan_file import file_from_search
 from zerograph.planner.profile.offloaded import offloaded
-from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.coarse import coarse_programs, settled
+from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.homes import HOMES
 from zerograph.planner.programs.placement import Shards, bucket_parts
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
-from zerograph.planner.programs.sketch import settled, sketch
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.sim.costs import TierBytes
@@ -65,9 +65,11 @@ def placed(plan: Plan, homes: Homes, tiles: int = 1) -> Plan:
 
 def file_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> PlanFile:
     scheduler = scheduler_of(step, plan, machine, moments)
-    forecast, holdings = forecast_sketch(scheduler, plan)
+    forecast, holdings = forecast_plan(scheduler, plan)
     budget = {tier: peak.bytes for tier, peak in forecast.peaks.items()}
-    return PlanFile("any", plan, machine, budget, forecast, holdings, programs=settled(sketch(scheduler, plan)))
+    return PlanFile(
+        "any", plan, machine, budget, forecast, holdings, programs=settled(coarse_programs(scheduler, plan))
+    )
 
 
 def test_what_nothing_executes_yet_is_told() -> None:
@@ -94,13 +96,13 @@ def test_activations_of_a_cpu_can_be_run_where_its_tier_is() -> None:
     assert file_of(step, plan, CPU).unexecuted == ""
 
 
-def test_what_waits_off_the_device_is_what_sketches_move() -> None:
+def test_what_waits_off_the_device_is_what_coarse_programs_move() -> None:
     for recompute, save in (((), ()), (("blocks.1",), ()), (("blocks.0", "blocks.1", "blocks.2"), ())):
         step = step_of([Layer(rows=1024)] * 3)
         plan = replace(
             ruled(step), recompute=recompute, save=save, offload=(("blocks.0", "nvme"), ("blocks.1", "nvme"))
         )
-        forward = sketch(scheduler_of(step, plan, CPU), plan)[0]
+        forward = coarse_programs(scheduler_of(step, plan, CPU), plan)[0]
         moved = sum(
             i.bytes
             for i in forward.instructions
@@ -314,10 +316,10 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
 def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
     step, plan, machine, moments = found
     scheduler = scheduler_of(step, plan, machine, moments)
-    forecast, _ = forecast_sketch(scheduler, plan)
+    forecast, _ = forecast_plan(scheduler, plan)
     held: TierBytes = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, moments))
     held += scheduler.moved(plan)
-    seconds, peaks, tasks = time_and_peaks(sketch(scheduler, plan), scheduler.costs, held)
+    seconds, peaks, tasks = time_and_peaks(coarse_programs(scheduler, plan), scheduler.costs, held)
     assert tasks == len(forecast.spans)
     assert (seconds, peaks) == (forecast.seconds, tuple(_peak(forecast, tier) for tier in TIERS))
 
@@ -490,7 +492,7 @@ def test_buckets_of_one_layer_that_share_a_name_may_be_whole_together() -> None:
 def test_moments_that_were_asked_for_are_those_of_the_schedule(moments: int) -> None:
     step = step_of([Layer(rows=MIB)] * 4)
     constraints = Constraints("auto", 8, offload="optimizer", tier="host")
-    file = file_from_sketch("any", step, constraints, GPU, moments=moments)
+    file = file_from_search("any", step, constraints, GPU, moments=moments)
     assert file.forecast.memory["host"][0][1] == 4 * (4 * MIB // 8) * (1 + moments)
     search = Search(step, constraints, GPU, moments=moments)
     assert min(c.seconds for c in search.best) == file.forecast.seconds
@@ -502,11 +504,11 @@ def test_reasons_tell_what_was_asked_for_from_what_was_chosen() -> None:
     asked = Constraints(3, 8, bucket_size=MIB, prefetch=1, recompute="full", offload="optimizer", tier="host")
     chosen = replace(asked, stage="auto", bucket_size=None, prefetch=None, recompute="auto")
     told = [
-        {r.subject: r.why for r in file_from_sketch("any", step, constraints, GPU).reasons}
+        {r.subject: r.why for r in file_from_search("any", step, constraints, GPU).reasons}
         for constraints in (asked, chosen)
     ]
     plans = [
-        [r.why for r in file_from_sketch("any", step, constraints, GPU).reasons[:3]] for constraints in (asked, chosen)
+        [r.why for r in file_from_search("any", step, constraints, GPU).reasons[:3]] for constraints in (asked, chosen)
     ]
     assert set(plans[0]) == {"it was asked for"} and "it was asked for" not in plans[1]
     assert told[0]["activations"].startswith("it was asked for; products that run again take ")
@@ -519,6 +521,6 @@ def test_what_has_nothing_to_move_stays_on_the_device(offload: Offload, least: i
     step = step_of([Layer(rows=MIB), Layer(rows=1), Layer(rows=MIB)])
     kinds = ((True, True), (False, True), (True, False))
     constraints = Constraints(3, 4, bucket_size=1, offload=offload, tier=tier, tile=False)
-    file = file_from_sketch("any", of_kinds(step, kinds), constraints, GPU)
+    file = file_from_search("any", of_kinds(step, kinds), constraints, GPU)
     assert [b.homes.least_stage for b in file.plan.buckets] == [least, 0, 3 if offload == "parameters" else 0]
     assert check_file(file) == []

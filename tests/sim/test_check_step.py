@@ -1,4 +1,4 @@
-"""What must be true of a step's programs by its plan, found wherever a sketch is broken."""
+"""What must be true of a step's programs by its plan, found wherever coarse programs break it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from zerograph.core.instructions import (
 from zerograph.core.machine import Machine
 from zerograph.core.plan import Homes, Plan
 from zerograph.core.program import Program
+from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.homes import HOMES
-from zerograph.planner.programs.sketch import sketch
 from zerograph.sim.check import CHECKS, check_programs
 
 STEP = step_of([Layer(rows=MIB, stream=MIB)] * 2)
@@ -38,7 +38,7 @@ PASSING = replace(placed(HERE, Homes("host", "host", "host")), update="device")
 
 
 def programs_of(plan: Plan, machine: Machine = GPU) -> tuple[Program, ...]:
-    programs = sketch(scheduler_of(STEP, plan, machine), plan)
+    programs = coarse_programs(scheduler_of(STEP, plan, machine), plan)
     assert check_programs(programs, plan) == []
     return programs
 

@@ -45,7 +45,7 @@ class Compute(_Instruction):
 
     Attributes:
         token_tiles: into how many tiles of tokens the plan divides work of the region that it is of, of which it is
-            one, or in a sketch all.
+            one, or in a coarse program all.
     """
 
     stream = "compute"
@@ -317,7 +317,7 @@ class Move:
         bytes: of this rank.
         bucket, tile: -1 and 0 of activations.
         slot: the register that stands for its staging buffer: it waits for all that worked in what was there before.
-        params: that the shards or gradients are of, in the order of the registers; none in sketches.
+        params: that the shards or gradients are of, in the order of the registers; none in coarse programs.
         home: of a shard, a gradient or an activation, where it lives off the device.
         complete: whether behind it whole gradients have left the device, and not only a tile of one.
     """

@@ -1,7 +1,7 @@
 """A program: the instructions of one forward, backward or update (:mod:`zerograph.core.instructions`), as plain data.
 
-Three builders emit them: the planner a sketch of a step (:mod:`zerograph.planner.programs.sketch`), lowering what will
-run (``compiler/lowering/lower.py``), the optimizer its update. Four read them: :mod:`zerograph.sim.simulate`,
+Three builders emit them: the planner coarse programs of a step (:mod:`zerograph.planner.programs.coarse`), lowering
+what will run (``compiler/lowering/lower.py``), the optimizer its update. Four read them: :mod:`zerograph.sim.simulate`,
 :mod:`zerograph.sim.check`, the executor, and the viewers.
 """
 
@@ -91,7 +91,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One graph, lowered, or one part of a step, sketched.
+    """One graph, lowered, or one part of a step, coarsely.
 
     Attributes:
         kind: "forward", "backward", "inference" or "update".

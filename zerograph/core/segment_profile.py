@@ -1,4 +1,4 @@
-"""How much memory a segment takes while it runs: a layer of a sketch, or a compiled segment. No torch.
+"""How much memory a segment takes while it runs: a layer of a coarse program, or a compiled segment. No torch.
 
 The rule of both, so that the planner's count of a step and the forecast of its programs agree:
 

@@ -15,7 +15,7 @@ from zerograph.core.plan import Offload, Overlap
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.planner.estimate.estimate import RESERVE
-from zerograph.planner.explain.plan_file import file_from_sketch
+from zerograph.planner.explain.plan_file import file_from_search
 from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.forecasts import forecast_programs
 from zerograph.planner.programs.homes import open_homes, open_tiers
@@ -89,7 +89,7 @@ def plan_file(
             dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
-        return file_from_sketch(
+        return file_from_search(
             name, step, constraints, machine, moments=moments, reserve=reserve, tokens=compiled.tokens
         )
     if options.get("stage") == "auto" or sizes is not None or memory is not None:

@@ -19,7 +19,7 @@ from zerograph.dryrun.forecast import forecast_file, movable, refuse_offload, to
 from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.infeasible import infeasible
-from zerograph.planner.explain.plan_file import file_from_sketch
+from zerograph.planner.explain.plan_file import file_from_search
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.largest_size import MOST, Budget, LargestSize, fullest, largest_size
 from zerograph.planner.search.search import Search
@@ -203,7 +203,7 @@ def largest_file(
         found = plans.largest(budget)
         if found.value == 0:
             raise plans.infeasible(found, budget)
-        file = file_from_sketch(
+        file = file_from_search(
             name, plans.step(found.value), plans.constraints, machine, moments=moments, reserve=reserve,
             tokens=plans.steps.tokens[found.value],
         )  # fmt: skip

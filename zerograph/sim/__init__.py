@@ -1,1 +1,2 @@
-"""Programs over time: simulated, and proven. One accounting of seconds and bytes, for sketches and for what runs."""
+"""Programs over time: simulated, and proven. One accounting of seconds and bytes, for coarse programs and for what
+runs."""

@@ -166,7 +166,7 @@ class Cells:
     def _leave(self) -> None:
         """Let the results of a program live on: saved for the backward, or gradients until the update."""
         program = self._program
-        # A sketch's next program finds the same registers, so nothing leaves.
+        # The next coarse program finds the same registers, so nothing leaves.
         if program is None or program.carries:
             return
         names: dict[int, list[str]] = {}

@@ -79,7 +79,7 @@ class _Check:
 
     def program(self, program: Program) -> Iterator[Wrong]:
         """The mistakes of one of them."""
-        # Lowered programs have registers of their own; a sketch's programs go on with those of the one before.
+        # Lowered programs have registers of their own; coarse programs go on with those of the one before.
         if not program.carries:
             self.alive, self.dead = set(range(program.inputs)), set()
         self.alive.update(program.given)

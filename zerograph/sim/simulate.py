@@ -1,6 +1,6 @@
 """Programs over time: when each instruction runs, and what every tier holds meanwhile. No torch in here.
 
-Every rule of a step is told here, once, for programs that the planner sketches and for those that run:
+Every rule of a step is told here, once, for the planner's coarse programs and for those that run:
 
 - A stream runs its instructions in program order, one at a time.
 - An instruction that computes waits for what it reads, and for the waits that stand before it.
@@ -51,7 +51,7 @@ def simulate(
     Args:
         measured: seconds that replace those of ``rates``.
         held: memory that is there from the start to the end.
-        parts: by register of a sketch, what it stands for.
+        parts: by register of a coarse program, what it stands for.
 
     Returns:
         The forecast, and the uses of memory, first those ``held``.
@@ -78,10 +78,10 @@ def again(before: Forecast, seconds: Sequence[float], holdings: Iterable[Holding
 
 
 def time_and_peaks(programs: Sequence[Program], costs: Costs, held: TierBytes = ()) -> tuple[float, Peaks, int]:
-    """Seconds and peak bytes of every tier that :func:`simulate` finds for a sketch, and how many tasks it has.
+    """Seconds and peak bytes of every tier that :func:`simulate` finds for coarse programs, and how many tasks it has.
 
-    The registers of a sketch have memory of their own each, so that an instruction takes and gives the same in every
-    program that it stands in, and ``costs`` knows that of those that were met before.
+    The registers of coarse programs have memory of their own each, so that an instruction takes and gives the same in
+    every program that it stands in, and ``costs`` knows that of those that were met before.
     """
     run = walk(programs, costs)
     peaks = []

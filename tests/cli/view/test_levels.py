@@ -16,7 +16,7 @@ from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import Homes
 from zerograph.core.timeline import STREAMS
-from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
@@ -73,13 +73,13 @@ def test_kinds_add_up_at_every_instant(file: PlanFile) -> None:
     stage=st.sampled_from([1, 2, 3]),
     training=st.booleans(),
 )
-def test_kinds_of_sketched_steps_add_up(layers: list[Layer], homes: Homes, stage: int, training: bool) -> None:
+def test_kinds_of_planned_steps_add_up(layers: list[Layer], homes: Homes, stage: int, training: bool) -> None:
     step, machine = step_of(layers, training=training, updates=training), machine_named("h100-80gb")
     plan = plan_step(step, stage=stage, world_size=4, bucket_size=MIB, prefetch=1)
     plan = replace(plan, buckets=tuple(replace(b, homes=homes) for b in plan.buckets))
     rates = Rates(machine, 4, plan.compute_dtype)
     params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
-    forecast, holdings = forecast_sketch(Scheduler(profile_of(step, plan), params, names, rates), plan)
+    forecast, holdings = forecast_plan(Scheduler(profile_of(step, plan), params, names, rates), plan)
     file = PlanFile("any", plan, machine, {}, forecast, holdings)
     assert_adds_up(file)
     if not training:

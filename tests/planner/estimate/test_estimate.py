@@ -27,10 +27,10 @@ from zerograph.planner.estimate.strategy import ACTIVATIONS, Activations, Stage,
 from zerograph.planner.estimate.synthetic import gpt
 from zerograph.planner.estimate.training import OPTIMIZERS, Attention, Optimizer, Training
 from zerograph.planner.profile.regions import profile
+from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
-from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.decisions import with_tiles
 from zerograph.sim.simulate import walk
 
@@ -360,7 +360,7 @@ def test_tiles_of_a_tied_embedding_leave_the_gradient_that_the_whole_leaves(tier
     scheduler = Scheduler(profile(step, "none"), params, names, Rates(V100, world, training.dtype))
     left, reductions, back = [], [], []
     for tiles in (1, 4):
-        programs = sketch(scheduler, with_tiles(plan, {embedding: tiles}))[:2]
+        programs = coarse_programs(scheduler, with_tiles(plan, {embedding: tiles}))[:2]
         own = [i for i in programs[1].instructions if isinstance(i, Reduce | Move) and i.bucket == embedding]
         reductions.append(sum(isinstance(i, Reduce) for i in own))
         back.append(sum(isinstance(i, Move) and i.what == "gradient" and i.rises for i in own))

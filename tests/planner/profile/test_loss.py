@@ -20,9 +20,9 @@ from zerograph.planner.explain.check import check_plan
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_whole, with_loss_tiles
 from zerograph.planner.profile.optimizer import with_updates
-from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.coarse import coarse_programs, settled
+from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.rules import plan_step
-from zerograph.planner.programs.sketch import settled, sketch
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.sim.check import check_programs
@@ -166,7 +166,7 @@ def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
     assert whole.peak - parts.peak > 1.9 * LOGITS
     assert parts.plan.buckets[-1].tiles == 1  # each tile of tokens reads all of the head's weight
     assert parts.seconds - whole.seconds > WORK / GPU.matmul["float32"]  # logits are computed twice
-    forecast, holdings = forecast_sketch(parts.space.scheduler, parts.plan)
+    forecast, holdings = forecast_plan(parts.space.scheduler, parts.plan)
     assert "head and loss in 64 tiles" in PlanFile("any", parts.plan, GPU, {}, forecast, holdings).unexecuted
     assert check_plan(step, parts.plan) == []
     untiled = Search(step, Constraints("auto", WORLD), GPU)
@@ -184,7 +184,7 @@ def test_updates_run_beside_programs_whose_forward_makes_gradients_of_the_head(o
     space = next(space for space in search.spaces if space.plan.loss_tiles == 4)
     buckets = tuple(replace(bucket, homes=homes) for bucket in space.plan.buckets)
     plan = replace(space.plan, buckets=buckets, overlap=overlap)
-    programs = settled(sketch(space.scheduler, plan))
+    programs = settled(coarse_programs(space.scheduler, plan))
     head = len(buckets) - 1
     reduced = [{each.bucket for each in program.instructions if isinstance(each, Reduce)} for program in programs]
     assert reduced == [set(), set(range(head + 1)), set()]

@@ -16,9 +16,9 @@ from zerograph.core.step import Step
 from zerograph.planner import plan_step
 from zerograph.planner.profile.optimizer import with_updates
 from zerograph.planner.profile.regions import profile
+from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
-from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 
@@ -36,7 +36,7 @@ def test_tasks_take_as_long_as_operations_say(kinds: list[tuple[bool, bool]], wo
     plan = plan_step(step, stage=3, world_size=world, bucket_size=1, prefetch=1)
     rates = Rates(machine_named("h100-80gb"), world, "float32")
     buckets, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
-    programs = sketch(Scheduler(profile(step), buckets, names, rates, moments), plan)
+    programs = coarse_programs(Scheduler(profile(step), buckets, names, rates, moments), plan)
     (update,) = [task for program in programs for task in program.instructions if isinstance(task, Update)]
     assert rates.seconds(update, ()) == pytest.approx(
         sum(rates.machine.update.seconds(op.moved) for op in step.updates)

@@ -1,6 +1,6 @@
 """Schedules of plans, made before anything is partitioned or lowered, against forecasts of the programs that result.
 
-Tests ``planner/profile/regions.py``, ``planner/programs/sketch.py`` and ``planner/programs/bucket_work.py``.
+Tests ``planner/profile/regions.py``, ``planner/programs/coarse.py`` and ``planner/programs/bucket_work.py``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from zerograph.dryrun.forecast import forecast_file
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of, tiled
-from zerograph.planner.programs.forecasts import forecast_programs, forecast_sketch
+from zerograph.planner.programs.coarse import coarse_programs
+from zerograph.planner.programs.forecasts import forecast_plan, forecast_programs
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
-from zerograph.planner.programs.sketch import sketch
 from zerograph.sim.simulate import simulate
 
 pytestmark = pytest.mark.costly
@@ -127,7 +127,7 @@ def forecasts(make: harness.Make, **options: Any) -> tuple[Forecast, Forecast, i
     )
     states = state_bytes([p for b in plan.buckets for p in b.params], WORLD, moments=2)
     held = (Holding("states", "state", "device", sum(states), -1, -1),)
-    ours, _ = simulate(sketch(scheduler, plan), rates, held=held)
+    ours, _ = simulate(coarse_programs(scheduler, plan), rates, held=held)
     return true, ours, sum(states)
 
 
@@ -224,7 +224,7 @@ def test_a_schedule_over_several_tiers_agrees_with_the_programs(
         scheduler = Scheduler(
             profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
         )
-        ours, _ = forecast_sketch(scheduler, plan)
+        ours, _ = forecast_plan(scheduler, plan)
         assert len({bucket.homes for bucket in plan.buckets}) > 1
         assert ours.seconds == pytest.approx(true.seconds, rel=0.05)
         assert ours.peaks["device"].bytes == pytest.approx(true.peaks["device"].bytes, rel=tolerance)

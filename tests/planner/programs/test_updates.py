@@ -18,10 +18,10 @@ from zerograph.core.placement import updated_late
 from zerograph.core.plan import OVERLAPS, Bucket, Homes, Overlap, Param, Plan
 from zerograph.core.program import Program, Register
 from zerograph.core.timeline import Forecast, Span
-from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.coarse import coarse_programs, settled
+from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
-from zerograph.planner.programs.sketch import settled, sketch
 from zerograph.planner.programs.updates import update_program, with_updates_inside
 from zerograph.sim.check import check_programs
 
@@ -38,7 +38,7 @@ def plan_of(homes: Homes, overlap: Overlap, tiles: int = 1, *, training: bool = 
 
 
 def forecast(homes: Homes, overlap: Overlap, tiles: int = 1) -> Forecast:
-    return forecast_sketch(*plan_of(homes, overlap, tiles))[0]
+    return forecast_plan(*plan_of(homes, overlap, tiles))[0]
 
 
 def updates(found: Forecast) -> list[Span]:
@@ -70,9 +70,9 @@ def test_only_what_nothing_computes_beside_takes_time(homes: Homes) -> None:
 @pytest.mark.parametrize("homes", [HOST, GRADIENTS, NVME], ids=str)
 def test_gradients_of_the_step_before_are_held_until_they_are_used(homes: Homes) -> None:
     scheduler, plan = plan_of(homes, "forward")
-    programs = settled(sketch(scheduler, plan))
+    programs = settled(coarse_programs(scheduler, plan))
     assert check_programs(programs, plan) == []
-    found, holdings = forecast_sketch(scheduler, plan)
+    found, holdings = forecast_plan(scheduler, plan)
     gradients = [h for h in holdings if h.kind == "gradient" and h.name.startswith("gradient of") and h.first == -1]
     assert len(gradients) == LAYERS
     assert {h.tier for h in gradients} == {homes.spilled}
@@ -88,7 +88,7 @@ def test_gradients_of_the_step_before_are_held_until_they_are_used(homes: Homes)
 def test_a_gather_that_waits_for_no_update_is_found(homes: Homes, tiles: int) -> None:
     """Each end of each update is taken from what reads it."""
     scheduler, plan = plan_of(homes, "forward", tiles)
-    forward, *rest = settled(sketch(scheduler, plan))
+    forward, *rest = settled(coarse_programs(scheduler, plan))
     ends = {r for each in forward.instructions for r in each.writes if forward.contents[r].name.startswith("end of ")}
     assert len(ends) >= LAYERS * tiles
     for end in ends:
@@ -104,7 +104,7 @@ def test_a_gather_that_waits_for_no_update_is_found(homes: Homes, tiles: int) ->
 def test_updates_stand_where_the_plan_has_them() -> None:
     places: dict[Overlap, str] = {"none": "update", "backward": "backward", "forward": "forward"}
     for (own, here), (other, there) in permutations(places.items(), 2):
-        found = check_programs(settled(sketch(*plan_of(GRADIENTS, own))), plan_of(GRADIENTS, other)[1])
+        found = check_programs(settled(coarse_programs(*plan_of(GRADIENTS, own))), plan_of(GRADIENTS, other)[1])
         assert {each.check for each in found} == {"overlap"}
         texts = f"is in the {here}, and by the plan in the {there}", "is not updated inside of the backward"
         assert all(any(text in each.message for text in texts) for each in found)
@@ -124,15 +124,15 @@ def test_a_backward_updates_each_bucket_when_it_has_done_with_it(homes: Homes) -
     assert inside.seconds <= behind.seconds * (0.95 if homes != Homes() else 1.000001)
     assert all(inside.peaks[tier].bytes <= behind.peaks[tier].bytes for tier in inside.peaks)
     scheduler, plan = plan_of(homes, "backward")
-    left = [h for h in forecast_sketch(scheduler, plan)[1] if h.kind == "gradient" and h.last == -1]
+    left = [h for h in forecast_plan(scheduler, plan)[1] if h.kind == "gradient" and h.last == -1]
     assert not left  # but what every rank holds whole, of which these layers have nothing
-    assert check_programs(settled(sketch(scheduler, plan)), plan) == []
+    assert check_programs(settled(coarse_programs(scheduler, plan)), plan) == []
 
 
 def test_few_gradients_wait_for_updates_on_nvme() -> None:
     """They would be written else: a disk that is slower than the backward has it wait."""
     scheduler, plan = plan_of(NVME, "backward")
-    _, holdings = forecast_sketch(scheduler, plan)
+    _, holdings = forecast_plan(scheduler, plan)
     waiting = [h for h in holdings if h.kind == "gradient" and h.tier == "device" and h.name.startswith("gradient of")]
     most = max(sum(h.first <= at.first <= h.last for h in waiting) for at in waiting)
     assert len(waiting) == LAYERS > most
@@ -145,8 +145,8 @@ def test_a_delayed_step_holds_two_sets_of_gradients_of_all_buckets() -> None:
     found: dict[Overlap, Forecast] = {}
     for overlap in ("none", "delayed"):
         mixed = replace(plan, buckets=tuple(buckets), overlap=overlap)
-        found[overlap], holdings = forecast_sketch(scheduler, mixed)
-        assert check_programs(settled(sketch(scheduler, mixed)), mixed) == []
+        found[overlap], holdings = forecast_plan(scheduler, mixed)
+        assert check_programs(settled(coarse_programs(scheduler, mixed)), mixed) == []
     (own, *_) = (part.shards.gradient for part in scheduler.bucket_parts(0, 1))
     old = [h for h in holdings if h.kind == "gradient" and h.first == -1]
     assert {tier: sum(h.bytes for h in old if h.tier == tier) for tier in ("device", "host")} == {
@@ -163,7 +163,7 @@ def test_updates_that_are_lost_or_elsewhere_are_found(homes: Homes, overlap: Ove
     scheduler, plan = plan_of(homes, overlap)
     buckets = tuple(replace(b, homes=homes if b.index % 2 else Homes()) for b in plan.buckets)
     plan = replace(plan, buckets=buckets)
-    programs = settled(sketch(scheduler, plan))
+    programs = settled(coarse_programs(scheduler, plan))
     assert check_programs(programs, plan) == []
     for number, program in enumerate(programs):
         for each in program.instructions:
@@ -181,7 +181,7 @@ def test_updates_that_are_lost_or_elsewhere_are_found(homes: Homes, overlap: Ove
 @pytest.mark.parametrize("homes", [HOST, NVME, GRADIENTS], ids=str)
 def test_what_an_update_wrote_goes_home(homes: Homes) -> None:
     scheduler, plan = plan_of(homes, "none")
-    *before, update = settled(sketch(scheduler, plan))
+    *before, update = settled(coarse_programs(scheduler, plan))
     kept = [
         each for each in update.instructions if not isinstance(each, Move) or (each.rises and each.what == "states")
     ]
@@ -193,7 +193,7 @@ def test_what_an_update_wrote_goes_home(homes: Homes) -> None:
 @pytest.mark.parametrize("homes", [Homes(), GRADIENTS], ids=str)
 def test_work_for_what_is_updated_already_is_found(homes: Homes) -> None:
     scheduler, plan = plan_of(homes, "backward")
-    forward, backward, update = settled(sketch(scheduler, plan))
+    forward, backward, update = settled(coarse_programs(scheduler, plan))
     first = next(at for at, each in enumerate(backward.instructions) if each.operation == "update")
     moved = [*backward.instructions, *backward.instructions[:first]]
     found = check_programs([forward, replace(backward, instructions=moved), update], plan)
@@ -202,14 +202,14 @@ def test_work_for_what_is_updated_already_is_found(homes: Homes) -> None:
 
 def test_micro_batches_leave_updates_to_the_step() -> None:
     """Their gradients are added to those before."""
-    _, backward, update = sketch(*plan_of(GRADIENTS, "backward"), adds=True)
+    _, backward, update = coarse_programs(*plan_of(GRADIENTS, "backward"), adds=True)
     assert not any(each.operation == "update" for each in backward.instructions)
     assert sum(each.operation == "update" for each in update.instructions) >= LAYERS
 
 
 def test_registers_that_are_given_are_there_once_and_read() -> None:
     scheduler, plan = plan_of(GRADIENTS, "forward")
-    forward, *rest = programs = settled(sketch(scheduler, plan))
+    forward, *rest = programs = settled(coarse_programs(scheduler, plan))
     assert {w.check for w in check_programs([replace(forward, given=forward.given[1:]), *rest], plan)} == {"reads"}
     read = {register for program in programs for each in program.instructions for register in each.reads}
     unread = next(at for at in range(len(forward.contents)) if at not in read)
@@ -227,14 +227,14 @@ def test_registers_that_are_given_are_there_once_and_read() -> None:
 
 
 def test_a_file_moves_between_tiers_that_are_there() -> None:
-    data = programs_data(settled(sketch(*plan_of(GRADIENTS, "none"))))
+    data = programs_data(settled(coarse_programs(*plan_of(GRADIENTS, "none"))))
     data["programs"][0]["instructions"]["Move"]["target"]["of"][0] = "tape"
     with pytest.raises(ValueError, match="moves bytes from host to tape"):
         programs_of(data)
 
 
 def test_an_inference_updates_nothing() -> None:
-    (forward,) = sketch(*plan_of(GRADIENTS, "forward", training=False))
+    (forward,) = coarse_programs(*plan_of(GRADIENTS, "forward", training=False))
     assert not forward.given and not any(each.operation == "update" for each in forward.instructions)
 
 
@@ -254,8 +254,8 @@ def test_an_update_on_the_device_beside_a_forward_is_no_plan() -> None:
 def test_a_delayed_update_of_states_on_nvme_writes_a_second_copy(gradients: Tier, tiles: int) -> None:
     homes = Homes("device", gradients, "nvme")
     scheduler, plan = plan_of(homes, "delayed", tiles)
-    found, holdings = forecast_sketch(scheduler, plan)
-    assert check_programs(settled(sketch(scheduler, plan)), plan) == []
+    found, holdings = forecast_plan(scheduler, plan)
+    assert check_programs(settled(coarse_programs(scheduler, plan)), plan) == []
     # States are read at once, and copies change behind the backward.
     states = [span for span in found.spans if span.what == "states"]
     assert {span.operation for span in states} == {"read", "update", "write"} and states[0].start == 0
@@ -274,8 +274,8 @@ def test_a_delayed_update_of_states_on_nvme_writes_a_second_copy(gradients: Tier
 def test_a_delayed_update_runs_beside_the_whole_next_step(homes: Homes, tiles: int) -> None:
     """No gather waits for it, copies change behind the backward, and two sets of gradients are held."""
     scheduler, plan = plan_of(homes, "delayed", tiles)
-    found, holdings = forecast_sketch(scheduler, plan)
-    assert check_programs(settled(sketch(scheduler, plan)), plan) == []
+    found, holdings = forecast_plan(scheduler, plan)
+    assert check_programs(settled(coarse_programs(scheduler, plan)), plan) == []
     computes = [span for span in found.spans if span.stream == "compute" and span.phase != "update"]
     assert len(updates(found)) == LAYERS * tiles and updates(found)[0].start == 0
     follows = [span for span in found.spans if span.what == "parameters"]
@@ -291,7 +291,7 @@ def test_a_delayed_update_runs_beside_the_whole_next_step(homes: Homes, tiles: i
 
 def test_a_copy_that_changes_while_programs_compute_with_it_is_found() -> None:
     scheduler, plan = plan_of(HOST, "delayed")
-    forward, backward, update = settled(sketch(scheduler, plan))
+    forward, backward, update = settled(coarse_programs(scheduler, plan))
     moved = [each for each in update.instructions if getattr(each, "what", "") == "parameters"]
     early = replace(backward, instructions=[*backward.instructions, *moved])
     found = check_programs([forward, early, update], plan)
@@ -301,7 +301,7 @@ def test_a_copy_that_changes_while_programs_compute_with_it_is_found() -> None:
 def test_parameters_without_a_copy_are_updated_behind_the_backward() -> None:
     """Those of which programs gather the values themselves, or copies on NVMe."""
     scheduler, plan = plan_of(GRADIENTS, "delayed")
-    forward, _, update = settled(sketch(scheduler, plan))
+    forward, _, update = settled(coarse_programs(scheduler, plan))
     assert sum(each.operation == "update" and each.stream == "cpu_update" for each in update.instructions) == LAYERS
     # By gradients of the step before, and those of this one are kept.
     earlier = set(forward.given)

@@ -16,7 +16,7 @@ from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Homes, Offload
 from zerograph.planner.profile.liveness import Graph
-from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.few_layers import by_few_layers
 from zerograph.planner.search.search import Search
@@ -62,7 +62,7 @@ def test_more_is_never_worse_and_what_is_found_fits() -> None:
             continue
         assert found.seconds <= seconds
         seconds = found.seconds
-        forecast, _ = forecast_sketch(found.space.scheduler, found.plan)
+        forecast, _ = forecast_plan(found.space.scheduler, found.plan)
         peaks = tuple(forecast.peaks[tier].bytes if tier in forecast.peaks else 0 for tier in TIERS)
         assert (forecast.seconds, peaks) == (found.seconds, found.peaks)
         assert all(peak <= most[tier] for tier, peak in zip(TIERS, peaks, strict=True))

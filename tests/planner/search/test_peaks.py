@@ -16,7 +16,7 @@ from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
 from zerograph.planner.explain.reasons import under_way
-from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
@@ -132,7 +132,7 @@ def test_starts_are_within_5_percent_of_brute_force(layers: list[Layer], shares:
 
 def test_plans_with_gathers_that_wait_can_be_run_and_written() -> None:
     found = Search(step_of(STEEP), AHEAD, GPU).smallest
-    plan, (forecast, holdings) = found.plan, forecast_sketch(found.space.scheduler, found.plan)
+    plan, (forecast, holdings) = found.plan, forecast_plan(found.space.scheduler, found.plan)
     assert PlanFile("any", plan, GPU, {}, forecast, holdings).unexecuted == "" and not list(plan.mistakes())
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -141,7 +141,7 @@ def test_plans_with_gathers_that_wait_can_be_run_and_written() -> None:
 def test_what_was_lowered_is_forecast_as_it_was_found(machine: str) -> None:
     search = Search(step_of(STEEP), replace(AHEAD, stage="auto", tile=True), machine_named(machine))
     for found in search.best:
-        forecast, _ = forecast_sketch(found.space.scheduler, found.plan)
+        forecast, _ = forecast_plan(found.space.scheduler, found.plan)
         assert (forecast.seconds, forecast.peaks["device"].bytes) == (found.seconds, found.peak)
 
 

@@ -22,8 +22,8 @@ from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Homes, Plan
 from zerograph.core.slots import SLOT, SLOTS
 from zerograph.core.step import Step
-from zerograph.planner.programs.forecasts import forecast_sketch
-from zerograph.planner.programs.sketch import sketch
+from zerograph.planner.programs.coarse import coarse_programs
+from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.search import decisions
 from zerograph.planner.search.constraints import EXACT, Constraints
 from zerograph.planner.search.search import Search
@@ -61,7 +61,7 @@ def test_updates_stand_where_the_step_is_fastest() -> None:
         assert (auto is None) is (not fixed)
         if auto is not None:
             assert auto.rank == min(best.rank for best in fixed.values())
-            assert auto.seconds == forecast_sketch(auto.space.scheduler.fresh(), auto.plan)[0].seconds
+            assert auto.seconds == forecast_plan(auto.space.scheduler.fresh(), auto.plan)[0].seconds
             chosen.add(auto.plan.overlap)
     assert chosen == {"forward"} and found["auto"].smallest.peak == min(found[place].smallest.peak for place in EXACT)
 
@@ -118,7 +118,7 @@ def test_more_budget_is_never_worse_and_peaks_fit(layers: list[Layer], shares: l
         assert found.seconds <= seconds
         seconds = found.seconds
         scheduler = search.spaces[0].scheduler
-        programs = sketch(scheduler, found.plan)
+        programs = coarse_programs(scheduler, found.plan)
         forecast, _ = simulate(
             programs, scheduler.rates, held=(Holding("states", "state", "device", search.states, -1, -1),)
         )
@@ -249,7 +249,7 @@ def test_more_of_any_tier_is_never_worse_and_peaks_fit(
             more = search.within({**budget, tier: budget[tier] * 2})
             assert found is None or (more is not None and more.seconds <= found.seconds)
         if found is not None:
-            forecast, _ = forecast_sketch(found.space.scheduler, found.plan)
+            forecast, _ = forecast_plan(found.space.scheduler, found.plan)
             assert all(level <= budget[t] for t, curve in forecast.memory.items() for _, level in curve)
             assert not list(found.plan.mistakes())
             assert Plan.from_json(found.plan.to_json()) == found.plan

@@ -1,7 +1,7 @@
 """A step of a GPT under the plan that one row of an estimate stands for: bytes per tier, seconds per stream.
 
 Nothing is searched. The row says what lives where, which activations are kept and in how many tiles large operators
-run; buckets are those of the rules. The plan is sketched and simulated as those of the search are. A step of many
+run; buckets are those of the rules. The plan's coarse programs are simulated as those of the search are. A step of many
 equal layers is simulated at two smaller depths (:mod:`~zerograph.planner.programs.depths`).
 """
 
@@ -27,13 +27,13 @@ from zerograph.planner.estimate.training import Training
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import Head, head_of, tiled, with_loss_tiles
 from zerograph.planner.profile.regions import Profile, profile
+from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.depths import continued, peaks_by_part
 from zerograph.planner.programs.forecasts import KINDS
 from zerograph.planner.programs.placement import between_steps
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
-from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.decisions import with_tiles
 from zerograph.sim.simulate import simulate, walk
 from zerograph.sim.tasks import Tasks
@@ -213,7 +213,7 @@ def _measured(preset: Preset, layers: int) -> Numbers:
     """Peaks by part; how long streams work, and passes and update take."""
     scheduler, plan, holdings = _planned(preset, layers)
     accumulate = preset.training.accumulate
-    run = walk(sketch(scheduler, plan, SLOTS, adds=accumulate > 1), scheduler.costs)
+    run = walk(coarse_programs(scheduler, plan, SLOTS, adds=accumulate > 1), scheduler.costs)
     held = tuple((holding.tier, holding.bytes) for holding in holdings)
     found: dict[tuple[object, ...], float] = {
         ("peak", tier, part): size
@@ -227,7 +227,7 @@ def _measured(preset: Preset, layers: int) -> Numbers:
     # The passes of the last micro-batch are those above; the first one finds no gradients that it adds to.
     for adds, times in ((False, min(accumulate - 1, 1)), (True, accumulate - 2)):
         if times > 0:
-            programs = sketch(scheduler, plan, SLOTS, adds=adds)[:2]
+            programs = coarse_programs(scheduler, plan, SLOTS, adds=adds)[:2]
             again = walk([_without_collectives(one) if plan.stage < 2 else one for one in programs], scheduler.costs)
             _add_busy(found, "passes", again, 0, len(again.ends), times)
             found["length", "passes"] += times * max(again.ends)
@@ -251,7 +251,7 @@ def _without_collectives(program: Program) -> Program:
 def _by_kind(preset: Preset, layers: int) -> Numbers:
     """By tier and part, what is held of each kind when the most is."""
     scheduler, plan, held = _planned(preset, layers)
-    programs = sketch(scheduler, plan, SLOTS, adds=preset.training.accumulate > 1)
+    programs = coarse_programs(scheduler, plan, SLOTS, adds=preset.training.accumulate > 1)
     run, (_, holdings) = walk(programs, scheduler.costs), simulate(programs, scheduler.rates, held=held)
     peaks = peaks_by_part(run, tuple((one.tier, one.bytes) for one in held))
     found: dict[tuple[object, ...], float] = {}

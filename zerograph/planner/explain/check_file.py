@@ -89,7 +89,7 @@ def _task(span: Span | None) -> str:
 
 
 def _held(holdings: Iterable[Holding]) -> Counter[tuple[object, ...]]:
-    """Bytes by role and time: a sketch holds together what people see one by one."""
+    """Bytes by role and time: a coarse program holds together what people see one by one."""
     found = Counter[tuple[object, ...]]()
     for each in holdings:
         found[each.kind, each.tier, each.first, each.last] += each.bytes

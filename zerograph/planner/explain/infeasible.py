@@ -21,7 +21,7 @@ from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate.shortage import Remedy, ranked
 from zerograph.planner.profile.regions import Life, Profile, Work
-from zerograph.planner.programs.forecasts import KINDS, forecast_sketch
+from zerograph.planner.programs.forecasts import KINDS, forecast_plan
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search, smallest
 from zerograph.planner.search.search_space import Candidate, limits, overrun
@@ -83,7 +83,7 @@ def _more(tier: Tier, size: int) -> str:
 
 
 def _moment(search: Search, found: Candidate, tier: Tier) -> str:
-    forecast, holdings = forecast_sketch(found.space.scheduler, found.plan)
+    forecast, holdings = forecast_plan(found.space.scheduler, found.plan)
     peak = forecast.peaks[tier]
     if tier != "device":
         return _elsewhere(forecast, holdings, peak, tier)

@@ -14,8 +14,8 @@ from zerograph.planner.explain.check import require_plan
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.explain.infeasible import infeasible
 from zerograph.planner.explain.reasons import reasons
-from zerograph.planner.programs.forecasts import forecast_sketch
-from zerograph.planner.programs.sketch import settled, sketch
+from zerograph.planner.programs.coarse import coarse_programs, settled
+from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
@@ -32,7 +32,7 @@ ALONE = ("that one rank gathers and reduces in place: whole copies and reduced g
 _REPORT = "this is a bug in the planner: report it with the model and the command"
 
 
-def file_from_sketch(
+def file_from_search(
     name: str,
     step: Step,
     constraints: Constraints,
@@ -67,7 +67,7 @@ def file_from_sketch(
             "--offload optimizer or gradients keeps copies on the device, parameters with --dtype bfloat16 on the host",
         )
     require_plan(step, plan, _REPORT)
-    forecast, holdings = forecast_sketch(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
+    forecast, holdings = forecast_plan(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
     made = PlanFile(
         model=name,
         plan=plan,
@@ -77,7 +77,7 @@ def file_from_sketch(
         holdings=holdings,
         tokens=tokens,
         flops=sum(op.flops for op in step.ops),
-        programs=settled(sketch(scheduler, plan)),
+        programs=settled(coarse_programs(scheduler, plan)),
     )
     told = reasons(plan, step, constraints, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
     file = replace(made, reasons=tuple(told))

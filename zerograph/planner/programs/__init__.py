@@ -1,1 +1,1 @@
-"""Programs of a step under a plan, before anything is lowered: costs, buckets, sketches and their forecasts."""
+"""Programs of a step under a plan, before anything is lowered: costs, buckets, coarse programs and their forecasts."""

@@ -1,4 +1,4 @@
-"""Forecasts: of the very programs that will run and the optimizer's update, and of the sketch of a plan."""
+"""Forecasts: of the very programs that will run and the optimizer's update, and of the coarse programs of a plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zerograph.core.program import Program
 from zerograph.core.step import Kind
 from zerograph.core.timeline import NOT_COUNTED, Forecast
 from zerograph.planner.profile.regions import Life, Profile
+from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.placement import between_steps
 from zerograph.planner.programs.process_memory import Resident, resident
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
-from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.programs.updates import update_program, with_updates_inside
 from zerograph.sim.simulate import simulate
 
@@ -67,15 +67,18 @@ def forecast_programs(
     return ProgramForecast(step, forecast, holdings, grows)
 
 
-def forecast_sketch(
+def forecast_plan(
     scheduler: Scheduler, plan: Plan, not_counted: tuple[str, ...] = ()
 ) -> tuple[Forecast, tuple[Holding, ...]]:
-    """The forecast of ``plan`` from its sketch, and what its memory is used for; they agree at every moment."""
+    """The forecast of ``plan`` from its coarse programs, and what its memory is used for; they agree at every
+    moment."""
     states = tuple(between_steps(plan, _kept(plan, scheduler.moments), scheduler.rates.staging))
     lives = scheduler.saved(scheduler.options(plan), plan.offload).lives
-    # A sketch has one register for all values with the same life; people want to see each.
+    # A coarse program has one register for all values with the same life; people want to see each.
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
-    return simulate(sketch(scheduler, plan), scheduler.rates, held=states, not_counted=not_counted, parts=parts)
+    return simulate(
+        coarse_programs(scheduler, plan), scheduler.rates, held=states, not_counted=not_counted, parts=parts
+    )
 
 
 KINDS: Mapping[Kind, str] = {

@@ -5,7 +5,7 @@ Coarser than programs that run: what is saved follows :mod:`~zerograph.planner.p
 a plan cuts in several is taken with its first part, and several short layers are not merged into one segment.
 
 The work that plans of the same buckets, tiles, prefetch and recomputation share is done here, once, because the search
-changes residencies and homes hundreds of times; from it :mod:`~zerograph.planner.programs.sketch` makes the programs of
+changes residencies and homes hundreds of times; from it :mod:`~zerograph.planner.programs.coarse` makes the programs of
 a plan.
 """
 
@@ -38,7 +38,7 @@ from zerograph.sim.costs import Costs, TierBytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """One piece of work of every sketch with the same tiles, prefetch and recomputation.
+    """One piece of work of every coarse program with the same tiles, prefetch and recomputation.
 
     Attributes:
         compute: as it runs whole, where nothing is offloaded.
@@ -87,7 +87,7 @@ class PhaseWork:
 
 
 class Registers:
-    """The registers of all sketches of a scheduler, behind those that are there; what has the same key is one.
+    """The registers of all coarse programs of a scheduler, behind those that are there; what has the same key is one.
 
     Attributes:
         contents: what each holds.
@@ -114,12 +114,12 @@ class Registers:
 
 
 class Scheduler:
-    """Divides one step as plans whose buckets hold the same parameters do, for sketches of them on one machine.
+    """Divides one step as plans whose buckets hold the same parameters do, for coarse programs of them on one machine.
 
     Attributes:
-        registers, segments: of all sketches.
+        registers, segments: of all coarse programs.
         costs: of their instructions.
-        made: instructions by what tells them apart, as sketches share them.
+        made: instructions by what tells them apart, as coarse programs share them.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Scheduler:
         self._streamed = [streamed(params, rates.world_size) for params in buckets]
 
     def fresh(self) -> Scheduler:
-        """The same without the registers and segments of sketches so far."""
+        """The same without the registers and segments of coarse programs so far."""
         return Scheduler(self.profile, self.buckets, self.names, self.rates, self.moments)
 
     def options(self, plan: Plan) -> tuple[int, ...]:
@@ -441,7 +441,7 @@ def _phase(
         outs = (*(saved.begins.get(k, ()) if first else ()), *made)
         dead = saved.ends.get(k, ()) if last else ()
         # What it makes can take the place of what dies with it alone. In slices what it holds lives from the first to
-        # the last: the sketch has a register for it.
+        # the last: the coarse program has a register for it.
         ending = sum(scheduler.registers.contents[register].bytes for register in dead) if slices == 1 else 0
         temporary = max(temporary, -ending)
         work = scheduler.segment(flops, moved, packed, temporary if slices == 1 else 0, slices)

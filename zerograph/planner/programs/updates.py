@@ -242,7 +242,7 @@ def update_program(
     whole = device_update([bucket.params for bucket in plan.buckets], [*away, *inside], plan.world_size, kept)
     if whole.sizes or not (away or inside):
         last = streams is not None and streams.staging != "device"
-        instructions.insert(len(instructions) if last else 0, whole)  # as sketches have it
+        instructions.insert(len(instructions) if last else 0, whole)  # as coarse programs have it
     contents, segments = tuple(registers.contents), backward.segments if backward is not None else ()
     return Program(
         "update", 0, len(contents), tuple(instructions), (), segments, contents, names, carries=backward is not None

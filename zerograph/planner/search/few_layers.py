@@ -17,8 +17,8 @@ from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.core.step import layer_of_activation
 from zerograph.planner.profile.regions import Life, Profile, Region, Work
+from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.depths import continued, peaks_by_part
-from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.search_space import Candidate, SearchSpace
 from zerograph.sim.simulate import Peaks, walk
 
@@ -68,7 +68,7 @@ class FewLayers(SearchSpace):
     def _measured(self, space: SearchSpace, plan: Plan) -> tuple[float, list[list[int]], int]:
         """Seconds, by tier the peaks of each part of the step, and tasks."""
         scheduler = space.scheduler
-        run = walk(sketch(scheduler, plan), scheduler.costs)
+        run = walk(coarse_programs(scheduler, plan), scheduler.costs)
         peaks = peaks_by_part(run, space.held + scheduler.moved(plan))
         return max(run.ends, default=0.0), [[size for size, _ in parts] for parts in peaks], len(run.ends)
 

@@ -1,9 +1,10 @@
 """Lower the peak of a plan on the device, and change the plan nowhere else: gathers begin later, operators get tiles.
 
-The sketch of a plan is simulated, and every stretch in which a bucket is whole is noted. Where the device holds more
-than a target, gathers whose bucket nobody reads yet begin later; if that is not enough, what is read is cut into as few
-tiles as make room. That is repeated until the target is met, or nothing is left to change. Targets lie between a plan's
-own peak and the least that these two ways reach, so no budget enters, and more of it cannot make the answer worse.
+The coarse programs of a plan are simulated, and every stretch in which a bucket is whole is noted. Where the device
+holds more than a target, gathers whose bucket nobody reads yet begin later; if that is not enough, what is read is cut
+into as few tiles as make room. That is repeated until the target is met, or nothing is left to change. Targets lie
+between a plan's own peak and the least that these two ways reach, so no budget enters, and more of it cannot make the
+answer worse.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from zerograph.core.instructions import Compute, Free, Gather, Move, Reduce, WaitGather
 from zerograph.core.plan import Plan
-from zerograph.planner.programs.sketch import sketch
+from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.search.decisions import with_starts, with_tiles
 from zerograph.planner.search.search_space import Candidate, SearchSpace
 from zerograph.sim.simulate import walk
@@ -37,10 +38,10 @@ class _Held(NamedTuple):
 
 
 class _Watch:
-    """The sketch of a plan, watched: when each bucket is whole, and from when on it is needed.
+    """The coarse programs of a plan, watched: when each bucket is whole, and from when on it is needed.
 
     Attributes:
-        run: what the sketch did.
+        run: what the coarse programs did.
         used: gather -> the last task that waits for its bucket.
         held: buckets, while they could be less.
     """
@@ -49,7 +50,7 @@ class _Watch:
         self.tilable = tilable
         self.used: dict[int, int] = {}
         self.held: list[_Held] = []
-        programs = sketch(space.scheduler, plan)
+        programs = coarse_programs(space.scheduler, plan)
         self.run = walk(programs, space.scheduler.costs)
         bucket_of = space.scheduler.registers.bucket
         brought: dict[int, tuple[int, int]] = {}  # gather -> its bucket, and the first task that belongs to it

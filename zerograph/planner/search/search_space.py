@@ -10,9 +10,9 @@ from operator import attrgetter, itemgetter, le
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.planner.profile.regions import Profile
+from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
-from zerograph.planner.programs.sketch import sketch
 from zerograph.sim.costs import TierBytes
 from zerograph.sim.simulate import Peaks, time_and_peaks
 
@@ -113,7 +113,7 @@ class SearchSpace:
     def _judged(self, plan: Plan) -> tuple[float, Peaks, int]:
         """Seconds and peaks of ``plan``, and tasks that it has."""
         scheduler = self.scheduler
-        return time_and_peaks(sketch(scheduler, plan), scheduler.costs, self.held + scheduler.moved(plan))
+        return time_and_peaks(coarse_programs(scheduler, plan), scheduler.costs, self.held + scheduler.moved(plan))
 
     def whole_of(self, candidate: Candidate) -> Candidate:
         """One of this space, simulated with all layers."""

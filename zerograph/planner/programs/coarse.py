@@ -8,10 +8,10 @@ an oversized operator follow one another, at most one more of them whole than is
 Gradients may be clipped by their norm, so no update (:mod:`~zerograph.planner.programs.updates`) begins before the
 whole backward has ended, but by a plan that has them inside of it. Updates of states off the device follow it, or run
 beside the next forward, whose gathers wait for them, or beside the whole next step, which computes with copies from
-before: a sketch then begins with those of the step before.
+before: the coarse programs then begin with those of the step before.
 
-The search makes sketches by the thousand: instructions are made once for a
-:class:`~zerograph.planner.programs.schedule.Scheduler` and shared, and a sketch is a list of them.
+The search makes coarse programs by the thousand: instructions are made once for a
+:class:`~zerograph.planner.programs.schedule.Scheduler` and shared, and a coarse program is a list of them.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ from zerograph.planner.programs.updates import follow_late, slot_of, update_away
 T = TypeVar("T")
 
 
-def sketch(scheduler: Scheduler, plan: Plan, leaving: int = sys.maxsize, *, adds: bool = False) -> tuple[Program, ...]:
+def coarse_programs(
+    scheduler: Scheduler, plan: Plan, leaving: int = sys.maxsize, *, adds: bool = False
+) -> tuple[Program, ...]:
     """The programs of a step under ``plan``; each carries the registers of the one before it.
 
     Args:
         leaving: moves off the device that may be under way at a time; the compute waits for the one so many before.
         adds: reduced gradients are added to those of earlier micro-batches, whose memory is held anyway.
     """
-    return tuple(_Sketch(scheduler, plan, leaving, adds).programs)
+    return tuple(_CoarsePrograms(scheduler, plan, leaving, adds).programs)
 
 
 def settled(programs: Sequence[Program]) -> tuple[Program, ...]:
-    """A sketch that later ones of its scheduler do not add to."""
+    """Coarse programs that later ones of its scheduler do not add to."""
     return tuple(
         replace(
             each, instructions=tuple(each.instructions), segments=tuple(each.segments), contents=tuple(each.contents),
@@ -62,7 +64,7 @@ def settled(programs: Sequence[Program]) -> tuple[Program, ...]:
     )  # fmt: skip
 
 
-class _Sketch:
+class _CoarsePrograms:
     def __init__(self, scheduler: Scheduler, plan: Plan, leaving: int, adds: bool) -> None:
         self.scheduler, self.plan, self.rates = scheduler, plan, scheduler.rates
         self.most_leaving, self.leaving = leaving, deque[int]()  # registers that moves off the device fill
