@@ -61,8 +61,8 @@ def main() -> None:
             )
             if args.json:
                 result = {"way": way, "seq": seq, "measured": found, "forecast": [before, after]}
-                told = {"benchmark": "activations", "command": " ".join(sys.argv), "machine": facts}
-                append_json(args.json, told | result)
+                record = {"benchmark": "activations", "command": " ".join(sys.argv), "machine": facts}
+                append_json(args.json, record | result)
 
 
 def arguments() -> argparse.Namespace:

@@ -270,23 +270,23 @@ class Crew:
         try:
             for pipe in self.pipes:
                 pipe.send((command, args))
-            return self.answers(command, timeout)
+            return self.replies(command, timeout)
         except (CrewFailed, OSError) as error:
             self.kill()
             raise error if isinstance(error, CrewFailed) else CrewFailed(f"{command}: {error}", self.output()) from None
 
-    def answers(self, command: str, timeout: float) -> list[Any]:
+    def replies(self, command: str, timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
-        answers: dict[int, Any] = {}
-        while len(answers) < self.world:
-            waiting = [rank for rank in range(self.world) if rank not in answers]
+        replies: dict[int, Any] = {}
+        while len(replies) < self.world:
+            waiting = [rank for rank in range(self.world) if rank not in replies]
             ready = connection.wait([self.pipes[rank] for rank in waiting], max(0, deadline - time.monotonic()))
             if not ready:
                 raise CrewFailed(f"{command}: no answer in {timeout:.0f} s", self.output())
-            answers |= {rank: self.answer(rank, command) for rank in waiting if self.pipes[rank] in ready}
-        return [answers[rank] for rank in range(self.world)]
+            replies |= {rank: self.reply(rank, command) for rank in waiting if self.pipes[rank] in ready}
+        return [replies[rank] for rank in range(self.world)]
 
-    def answer(self, rank: int, command: str) -> Any:
+    def reply(self, rank: int, command: str) -> Any:
         try:
             status, value = self.pipes[rank].recv()
         except (EOFError, OSError):
@@ -401,8 +401,8 @@ def beside(crews: dict[str, Crew], rounds: int, timeout: float) -> Beside:
     wall, cpu = [], []
     for number in range(rounds):
         order = list(crews) if number % 2 else list(crews)[::-1]
-        told = {name: crews[name].call("steps", 1, 0, timeout=timeout)[0] for name in order}
-        first, second = (told[name] for name in crews)
+        results = {name: crews[name].call("steps", 1, 0, timeout=timeout)[0] for name in order}
+        first, second = (results[name] for name in crews)
         wall.append(sum(second["phases"][0]) / sum(first["phases"][0]))
         cpu.append(second["cpu"] / first["cpu"])
     return Beside(rest, {name: crew.call("memory")[0]["peak"] for name, crew in crews.items()}, wall, cpu)

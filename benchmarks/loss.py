@@ -42,14 +42,14 @@ def main() -> None:
             f"({found['least']:.3f} to {found['most']:.3f}), {found['cpu']:.3f} by CPU seconds"
         )
         if args.json:
-            told = {
+            record = {
                 "benchmark": "loss",
                 "command": " ".join(sys.argv),
                 "machine": facts,
                 "to": args.to,
                 "variant": spec,
             }
-            append_json(args.json, told | {"measured": found})
+            append_json(args.json, record | {"measured": found})
 
 
 def measured(found: Beside) -> dict[str, float]:

@@ -117,9 +117,9 @@ def grow(args: argparse.Namespace, works: dict[str, list[Workload]]) -> int:
                 with ERR.status(f"{title(spec)}: {work.describe()}"):
                     found[spec, work] = allocated(spec, work, args.world, args.timeout)
                 if args.json:
-                    told = {"benchmark": "memory, growing", "command": " ".join(sys.argv), "machine": facts}
-                    told |= {"workload": asdict(work), "spec": spec, "world": args.world}
-                    append_json(args.json, told | found[spec, work])
+                    record = {"benchmark": "memory, growing", "command": " ".join(sys.argv), "machine": facts}
+                    record |= {"workload": asdict(work), "spec": spec, "world": args.world}
+                    append_json(args.json, record | found[spec, work])
         show_growth(size, growing, specs, found)
     for spec, reason in skipped.items():
         OUT.print(f"{title(spec)}: skipped: {reason}", markup=False)

@@ -73,7 +73,7 @@ def limited_h100() -> Machine:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One published run: tokens per second and GPU, and GiB where they are told."""
+    """One published run: tokens per second and GPU, and GiB where they are published."""
 
     model: str
     config: LlamaConfig

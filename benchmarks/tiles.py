@@ -125,8 +125,8 @@ def measured(training: Training, whole: Training) -> dict[str, float]:
     laps, wall, cpu = list[Lap](), list[float](), list[float]()
     for number in range(training.args.rounds):
         pair = (training, whole) if number % 2 else (whole, training)
-        told = {each.tiles: each.step() for each in pair}
-        mine, other = told[training.tiles], told[1]
+        results = {each.tiles: each.step() for each in pair}
+        mine, other = results[training.tiles], results[1]
         laps.append(mine)
         wall.append(mine.wall / other.wall)
         cpu.append(mine.cpu / other.cpu)

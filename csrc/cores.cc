@@ -55,7 +55,7 @@ Environment read_environment(const std::string& process) {
   return found;
 }
 
-// The list of processors a process may use, as the kernel writes it; empty where that is not told.
+// The list of processors a process may use, as the kernel writes it; empty where that is unknown.
 std::string read_mask(const std::string& process) {
   static const std::string key = "Cpus_allowed_list:";
   std::ifstream file(process + "/status");

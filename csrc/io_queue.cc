@@ -477,22 +477,22 @@ IoTransfer IoQueue::transfer(IoPiece& piece) {
   out.injected = true;
   if (found->effect == Fault::Effect::error) out.result = -static_cast<long>(found->value);
   if (found->effect != Fault::Effect::cut) return out;
-  // Whatever is told to have been moved has been, and nothing else: a write moves the whole blocks of it, as the engine
+  // What the result says has been moved has been, and nothing else: a write moves the whole blocks of it, as the engine
   // goes on from there; of a read what follows is spoilt afterwards.
-  const std::uint64_t told = out.bytes - std::min<std::uint64_t>(found->value, out.bytes - 1);
-  const std::uint64_t real = out.write ? round_down(told, piece.file->offset_alignment) : out.bytes;
-  out.result = static_cast<long>(told);
+  const std::uint64_t faked = out.bytes - std::min<std::uint64_t>(found->value, out.bytes - 1);
+  const std::uint64_t real = out.write ? round_down(faked, piece.file->offset_alignment) : out.bytes;
+  out.result = static_cast<long>(faked);
   if (real == 0) return out;
   out.injected = false;
-  out.told = told;
+  out.faked = faked;
   out.bytes = real;
   return out;
 }
 
 bool IoQueue::finish(IoPiece& piece, const IoTransfer& transfer, long result) {
-  if (transfer.told != 0 && result == static_cast<long>(transfer.bytes)) {
-    if (!transfer.write) memset(transfer.memory + transfer.told, 0xEE, transfer.bytes - transfer.told);
-    result = static_cast<long>(transfer.told);
+  if (transfer.faked != 0 && result == static_cast<long>(transfer.bytes)) {
+    if (!transfer.write) memset(transfer.memory + transfer.faked, 0xEE, transfer.bytes - transfer.faked);
+    result = static_cast<long>(transfer.faked);
   }
   const bool retried = result == -EINTR || result == -EAGAIN || result == -EBUSY;
   {

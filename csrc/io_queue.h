@@ -65,7 +65,7 @@ struct IoTransfer {
   std::byte* memory;
   std::size_t bytes;
   std::uint64_t offset;
-  std::uint64_t told = 0;  // the result that a test makes of a success; 0: as it is
+  std::uint64_t faked = 0;  // the result that a test makes of a success; 0: as it is
   bool injected = false;
   long result = 0;
 };

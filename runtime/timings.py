@@ -12,7 +12,7 @@ from zerograph.core.timeline import Stream
 
 
 @dataclass(eq=False, slots=True)
-class ToldUpdate:
+class TimedUpdate:
     """One update that streams states, while which of a backend's recordings it began (0: before the first one), and
     whether it has ended."""
 
@@ -26,7 +26,7 @@ class Purpose(NamedTuple):
 
     what: str
     whose: str
-    update: ToldUpdate | None = None
+    update: TimedUpdate | None = None
 
 
 class Timing(NamedTuple):
@@ -61,12 +61,12 @@ class Timings:
         there = (timing._replace(whole=self._has_all_of(timing.purpose.update)) for timing in kept or ())
         return sorted(there, key=lambda timing: timing.begin)
 
-    def _has_all_of(self, update: ToldUpdate | None) -> bool:
+    def _has_all_of(self, update: TimedUpdate | None) -> bool:
         return update is None or (update.ended and update.recording == self._recording)
 
-    def update(self) -> ToldUpdate:
+    def update(self) -> TimedUpdate:
         """An update that begins."""
-        return ToldUpdate(self._recording if self._kept is not None else 0)
+        return TimedUpdate(self._recording if self._kept is not None else 0)
 
     def add(self, stream: Stream, purpose: Purpose | None, begin: int, end: int) -> None:
         """Keep one, of any thread; what has no ``purpose`` is no part of a step."""

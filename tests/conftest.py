@@ -78,8 +78,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Say what was left out."""
     rooms = config.stash.get(LEFT_OUT, Counter())
     if rooms:
-        told = ", ".join(f"{count} of {room}" for room, count in rooms.most_common())
-        terminalreporter.write_line(f"left out: {rooms.total()} cases ({told}); make test-full runs them")
+        counts = ", ".join(f"{count} of {room}" for room, count in rooms.most_common())
+        terminalreporter.write_line(f"left out: {rooms.total()} cases ({counts}); make test-full runs them")
 
 
 def pytest_collection_finish() -> None:

@@ -54,11 +54,11 @@ def run(
 @contextmanager
 def warned() -> Iterator[list[str]]:
     """Inside, the list gets what this process logs under ``zerograph``, warnings and worse."""
-    handler, told = logging.Handler(logging.WARNING), list[str]()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler, messages = logging.Handler(logging.WARNING), list[str]()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zerograph").addHandler(handler)
     try:
-        yield told
+        yield messages
     finally:
         logging.getLogger("zerograph").removeHandler(handler)
 

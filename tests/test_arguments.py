@@ -149,7 +149,7 @@ def test_no_function_and_no_argument_is_left_out() -> None:
         assert set(inspect.signature(getattr(zerograph, name)).parameters) == set(WRONG[name]), name
 
 
-def test_a_path_in_the_place_of_init_is_told_where_it_belongs() -> None:
+def test_a_path_in_the_place_of_init_is_reported_where_it_belongs() -> None:
     with pytest.raises(ConfigError, match=r"init must be .* got 'weights.safetensors'") as caught:
         zerograph.materialize(_sharded_meta(), "weights.safetensors")
     assert "zerograph.materialize(model, files='weights.safetensors')" in caught.value.hint
@@ -188,7 +188,7 @@ def test_an_infinite_norm_is_asked_for_as_in_torch() -> None:
     assert zerograph.norms(_model(), "inf").p == math.inf
 
 
-def test_an_empty_generator_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_generator_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     zerograph.clip_grad_norm_([], 1.0)
     assert not caplog.records
     zerograph.clip_grad_norm_((p for p in ()), 1.0)

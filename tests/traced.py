@@ -98,7 +98,7 @@ def trace(backend: Backend, model: nn.Module, params: Mapping[str, nn.Parameter]
     known |= {id(value): name for name, value in (*model.named_buffers(), *params.items())}
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        answers = [torch.zeros(node.meta["example_value"].shape) for node in output_of(gm.graph).args[0]]
+        outputs = [torch.zeros(node.meta["example_value"].shape) for node in output_of(gm.graph).args[0]]
         places = tuple(place for place, x in enumerate(inputs) if isinstance(x, DTensor))
         frame = Frame(backend._compilation, 0, "model")
         rows, _ = _checked(frame, gm, inputs)
@@ -107,7 +107,7 @@ def trace(backend: Backend, model: nn.Module, params: Mapping[str, nn.Parameter]
         assert joint is not None, "nothing of it trains"
         names = tuple(known[id(x)] for x in inputs)
         found.append(Graph(joint, names, places, frame.plain, frame.ends_at_break, trains))
-        return lambda *_: answers
+        return lambda *_: outputs
 
     torch.compiler.reset()
     torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)(*given)

@@ -40,7 +40,7 @@ class Communicator(Protocol):
     rank: int
     world_size: int
     steps: int
-    """Optimizer steps, as told at the last entry."""
+    """Optimizer steps, as compared at the last entry."""
 
     @property
     def rendezvous(self) -> Rendezvous | None:
@@ -201,7 +201,7 @@ class GroupCommunicator:
 
     On NCCL an operation in flight cannot be taken back, and comparing would wait for the device. Ranks that all raise
     at the same instruction have enqueued the same operations, and go on as if nothing was. A rank cannot know that of
-    the others, so after an error the next program begins when all have told, through the store, how many operations
+    the others, so after an error the next program begins when all have published, in the store, how many operations
     they have enqueued; if these differ, every rank that failed raises, then and at every later program. A rank that
     did not fail waits on its device, which NCCL's own watchdog ends after the group's timeout.
     """
@@ -254,11 +254,11 @@ class GroupCommunicator:
         found = everyone.tolist()
         if all(theirs == found[self.rank] for theirs in found):
             return
-        told = [Entry.from_json(text) for text in self._told("entered", entry.to_json())]
-        rank = next(rank for rank, theirs in enumerate(told) if theirs != entry)
-        raise describe_difference(entry, rank, told[rank], self.rank)
+        entries = [Entry.from_json(text) for text in self._gather("entered", entry.to_json())]
+        rank = next(rank for rank, theirs in enumerate(entries) if theirs != entry)
+        raise describe_difference(entry, rank, entries[rank], self.rank)
 
-    def _told(self, key: str, mine: str) -> list[str]:
+    def _gather(self, key: str, mine: str) -> list[str]:
         """The texts of all ranks under ``key``, after an exchange that they all have seen differ."""
         assert self.rendezvous is not None
         name = f"{self.generation}/{key}"
@@ -290,7 +290,7 @@ class GroupCommunicator:
         if self._lost:
             raise RankError(self._lost, "start all ranks again from a checkpoint")
         if not self.compares:
-            found = self._told("enqueued", f"{self._enqueued} collectives begun, {self.steps} optimizer steps taken")
+            found = self._gather("enqueued", f"{self._enqueued} collectives begun, {self.steps} optimizer steps taken")
             if len(set(found)) > 1:
                 places = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(found))
                 self._lost = f"ranks failed at different places and cannot go on together ({places})"

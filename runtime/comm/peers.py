@@ -103,16 +103,16 @@ class Peers:
             ending = replace(ending, gone=self._silent(ending.rank))
         return ending.error(f"rank {self.rank} cannot go on {doing}", self.roster, self.reports(ending.gone))
 
-    def _silent(self, asks: int) -> tuple[int, ...]:
-        """The ranks that do not answer, as the rank that ``asks`` finds out for all."""
-        answers, silent = f"{self.generation}/answers", f"{self.generation}/silent"
-        self.store.set(f"{answers}/{self.rank}", "")
+    def _silent(self, asker: int) -> tuple[int, ...]:
+        """The ranks that do not answer, as the rank ``asker`` finds out for all."""
+        replies, silent = f"{self.generation}/replies", f"{self.generation}/silent"
+        self.store.set(f"{replies}/{self.rank}", "")
         missing = [rank for rank in range(self.world_size) if rank != self.rank]
         deadline = time.monotonic() + ROLL_CALL
-        while asks == self.rank and missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not self.store.has(f"{answers}/{rank}")]
+        while asker == self.rank and missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not self.store.has(f"{replies}/{rank}")]
             time.sleep(POLL)
-        if asks == self.rank:
+        if asker == self.rank:
             self.store.set(silent, json.dumps(missing))
         while not self.store.has(silent) and time.monotonic() < deadline + 1:
             time.sleep(POLL)

@@ -63,9 +63,9 @@ class Rendezvous(Peers):
     @classmethod
     def open(cls, group: dist.ProcessGroup, device: torch.device) -> Rendezvous:
         """A rendezvous of the ranks of ``group``, who all call this."""
-        told = shared(group, (uuid.uuid4().hex, Process.here()))
-        roster = Roster([process for _, process in told])
-        return cls(default_store(), told[0][0], group.rank(), group.size(), timeout_of(group, device), roster)
+        gathered = shared(group, (uuid.uuid4().hex, Process.here()))
+        roster = Roster([process for _, process in gathered])
+        return cls(default_store(), gathered[0][0], group.rank(), group.size(), timeout_of(group, device), roster)
 
     def meet(self) -> None:
         """Wait until all ranks have ended this generation and are about to enter a program; begin the next one.
@@ -81,7 +81,7 @@ class Rendezvous(Peers):
         self.wait(keys, "to go on after an error, at the start of a program", heed=False)
         self.generation, self.failed, self.programs = following, False, 0
         # Whoever is here reads no key of the generation before.
-        self.store.delete([f"{ended}/{name}/{self.rank}" for name in ("here", "entered", "enqueued", "answers")])
+        self.store.delete([f"{ended}/{name}/{self.rank}" for name in ("here", "entered", "enqueued", "replies")])
         if self.rank == 0:
             self.store.delete([f"{ended}/{name}" for name in ("ended", "waits", "silent")])
         log.info("rank %d: all ranks go on after an error", self.rank)

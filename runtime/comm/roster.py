@@ -23,7 +23,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The process of every rank, by rank; empty where nobody has told."""
+    """The process of every rank, by rank; empty where none was gathered."""
 
     processes: Sequence[Process] = ()
 

@@ -32,7 +32,7 @@ class UncompiledReads:
         known: the backend's parameters by ``id``, now and later.
         routes: whether ranks may read different parameters: where these are whole during a step anyway.
         late: gradients of such parameters.
-        told: forwards of which the user was told that they read so.
+        warned: forwards of which the user was warned that they read so.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class UncompiledReads:
     ) -> None:
         self.comm, self.known, self._steps = comm, known, steps
         self.routes = stage < 3
-        self.late, self.told = LateGradients(comm, steps, accumulation), set[str]()
+        self.late, self.warned = LateGradients(comm, steps, accumulation), set[str]()
 
     def __deepcopy__(self, _: object) -> UncompiledReads:
         """A copy of a model has the same ranks."""

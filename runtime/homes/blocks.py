@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zerograph.runtime.homes.extents import ALIGNMENT
-from zerograph.runtime.timings import Purpose, ToldUpdate
+from zerograph.runtime.timings import Purpose, TimedUpdate
 
 UNIT = ALIGNMENT // 2
 """Elements: transfers of extents begin and end at multiples, whole blocks of the disk in any dtype of two bytes or
@@ -54,7 +54,7 @@ class Block:
             end += -(-count // _APART) * _APART
         return cls(name, dtype, begins, ends, -(-end // UNIT) * UNIT)
 
-    def purpose(self, what: str, update: ToldUpdate | None = None) -> Purpose:
+    def purpose(self, what: str, update: TimedUpdate | None = None) -> Purpose:
         """That of ``what`` of its shards, for recordings."""
         return Purpose(what, next(iter(self.begins)), update)
 

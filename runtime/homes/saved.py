@@ -90,7 +90,7 @@ class SavedActivations:
         self._copies: deque[list[Transfer]] = deque()  # to the host, by layer
         self._writes: deque[list[Callable[[], None]]] = deque()  # each waits for one
         self._rising: list[Transfer] = []
-        self._told = False
+        self._warned = False
 
     def spill(self, tensors: Sequence[Tensor], tier: Tier, whose: str = "") -> list[Tensor]:
         """Begin to move ``tensors``, which nobody writes to any more; returns what stands for them.
@@ -151,7 +151,7 @@ class SavedActivations:
         return written
 
     def _free_slot(self, size: int) -> _SavedExtent | None:
-        """Room for ``size`` bytes; None where there is none, which is told once."""
+        """Room for ``size`` bytes; None where there is none, of which one warning is logged."""
         found = next((slot for slot in self._slots.get(size, ()) if slot.is_free), None)
         if found is not None:
             return found
@@ -162,8 +162,8 @@ class SavedActivations:
         if found is not None:
             self._slots.setdefault(size, []).append(found)
             return found
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             log.warning(
                 "activations stay in memory where they do not find the %s on NVMe that one forward was planned to need:"
                 " others wait for their backwards too, or the batch is larger; zerograph.backend(nvme=...) gives more",

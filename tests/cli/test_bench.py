@@ -33,8 +33,8 @@ def test_this_machine_is_measured_and_read_back(tmp_path: Path) -> None:
     machine = Machine.from_json(run.stdout)
     assert Machine.from_json(machine.to_json()) == machine
     assert list(tmp_path.iterdir()) == [file]
-    told = [line for line in run.stderr.splitlines() if line == "measuring matrix products in bfloat16 ..."]
-    assert len(told) == 3, "every rate is measured in three rounds"
+    printed = [line for line in run.stderr.splitlines() if line == "measuring matrix products in bfloat16 ..."]
+    assert len(printed) == 3, "every rate is measured in three rounds"
     assert_plausible(machine)
 
 

@@ -129,7 +129,7 @@ changes = st.fixed_dictionaries(
 
 
 @given(changes, changes)
-def test_plans_differ_exactly_when_a_difference_is_told(a: dict[str, object], b: dict[str, object]) -> None:
+def test_plans_differ_exactly_when_a_difference_is_reported(a: dict[str, object], b: dict[str, object]) -> None:
     one, other = with_plan(**a), with_plan(**b)
     assert bool(differences(one, other)) is (one != other)
     assert isinstance(one.plan, Plan)

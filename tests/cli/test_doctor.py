@@ -152,7 +152,7 @@ def test_memory_of_another_process_and_huge_pages_are_tried() -> None:
     assert memory.memlock().name == "memlock limit"
 
 
-def test_no_driver_is_told_from_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_driver_is_read_from_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")

@@ -176,11 +176,11 @@ def test_sizes_are_those_of_a_model_that_is_never_allocated(model: Path) -> None
     size = {"parameters": parameters, "layers": 96, "hidden": 4096, "vocab": 50000, "heads": 4}
     assert data["size"] == size and data["model"] == f"{model}:large"
     assert f"{model}:large: 19.5B parameters, 96 layers, hidden 4096, 4 heads, vocabulary 50000" in result.stderr
-    told = run(f"--params {parameters} --layers 96 --hidden 4096 --vocab 50000 --heads 4 --world 64 --json")
-    assert json.loads(told.stdout) == {**data, "model": None}
+    printed = run(f"--params {parameters} --layers 96 --hidden 4096 --vocab 50000 --heads 4 --world 64 --json")
+    assert json.loads(printed.stdout) == {**data, "model": None}
 
 
-def test_a_size_that_is_told_replaces_what_was_read(model: Path) -> None:
+def test_a_size_that_is_given_replaces_what_was_read(model: Path) -> None:
     size = json.loads(run(f"{model}:large --heads 32 --vocab 128k --json").stdout)["size"]
     assert (size["heads"], size["vocab"], size["layers"]) == (32, 128_000, 96)
 

@@ -65,8 +65,8 @@ PLANNED = {"check", "estimate"}  # these ask the planner, which is plain Python
     ids=" ".join,
 )
 def test_reading_a_plan_imports_nothing_heavy_either(args: tuple[str, ...], plan: Path) -> None:
-    told = [str(plan) if arg == "PLAN" else arg for arg in args]
-    run = zerograph_process(*told, python=("-X", "importtime"))
+    words = [str(plan) if arg == "PLAN" else arg for arg in args]
+    run = zerograph_process(*words, python=("-X", "importtime"))
     assert run.returncode in (0, 1), run.stderr  # the file has no programs, which check finds wrong
     imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}
     assert "zerograph.cli.options" in imported  # the command itself comes through importlib, which tells no times
@@ -165,10 +165,10 @@ def test_debugging_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", [["show", "PLAN"], ["show", "PLAN", "--json"], ["estimate", "--params", "7B"]])
 def test_a_full_disk_is_no_mistake_of_ours(plan: Path, command: list[str]) -> None:
-    told = [str(plan) if word == "PLAN" else word for word in command]
+    words = [str(plan) if word == "PLAN" else word for word in command]
     with open("/dev/full", "w") as full:
         run = subprocess.run(
-            [sys.executable, "-m", "zerograph", *told], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-m", "zerograph", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert run.returncode == 1 and run.stderr.startswith("error: No space left on device"), run.stderr
 
@@ -189,8 +189,8 @@ MISTAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("args", "told"), MISTAKEN, ids=[" ".join(args) for args, _ in MISTAKEN])
-def test_a_file_of_another_kind_is_told_for_what_it_is(plan: Path, args: list[str], told: str) -> None:
+@pytest.mark.parametrize(("args", "shown"), MISTAKEN, ids=[" ".join(args) for args, _ in MISTAKEN])
+def test_a_file_of_another_kind_is_reported_for_what_it_is(plan: Path, args: list[str], shown: str) -> None:
     texts = {
         "MACHINE": PRESETS["cpu"].to_json(),
         "CONFIG": '{"model_type": "llama"}',
@@ -203,4 +203,4 @@ def test_a_file_of_another_kind_is_told_for_what_it_is(plan: Path, args: list[st
     result = CliRunner().invoke(main, [str(paths.get(word, word)) for word in args])
     named = paths[next(word for word in reversed(args) if word in paths)]
     assert result.exit_code == 2 and result.stdout == ""
-    assert told in result.stderr and str(named) in result.stderr and "\n\nhint: " in result.stderr
+    assert shown in result.stderr and str(named) in result.stderr and "\n\nhint: " in result.stderr

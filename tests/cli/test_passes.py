@@ -36,8 +36,8 @@ def test_without_a_plan_the_passes_there_are() -> None:
     does = {row.split()[1]: row.split(maxsplit=2)[2] for row in rows}
     assert does["canonicalize"] == "Leave one marker per parameter and one reduction per gradient."
     assert does["return_loss_only"].startswith("Take out of Dynamo's graph gm what it returns beside its one loss")
-    told = json.loads(run("--json").stdout)["pipeline"]
-    assert [step["name"] for step in told] == [step.name for step in REWRITES]
+    shown = json.loads(run("--json").stdout)["pipeline"]
+    assert [step["name"] for step in shown] == [step.name for step in REWRITES]
     result = run("--diff")
     assert result.exit_code == 2 and "no plan is given" in result.stderr
 

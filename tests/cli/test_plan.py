@@ -115,11 +115,11 @@ def test_a_plan_file_of_a_traced_model(model: Path, tmp_path: Path, world: int) 
     assert not torch.distributed.is_initialized()
 
 
-def test_a_model_that_is_told_by_its_sizes(tmp_path: Path) -> None:
+def test_a_model_that_is_given_by_its_sizes(tmp_path: Path) -> None:
     """The transformer that is traced has the parameters and the operations of the formulas of `zerograph estimate`."""
     out = tmp_path / "plan.json"
-    told = ("--params", "300k", "--layers", "2", "--hidden", "96", "--vocab", "800", "--heads", "4")
-    result = run(*told, "--world", "4", "--seq", "64", "-o", str(out))
+    given = ("--params", "300k", "--layers", "2", "--hidden", "96", "--vocab", "800", "--heads", "4")
+    result = run(*given, "--world", "4", "--seq", "64", "-o", str(out))
     assert result.exit_code == 0, result.stderr
     assert "300k asked: whole layers and heads make it 298k" in result.stderr
     file = PlanFile.from_json(out.read_text())
@@ -130,7 +130,7 @@ def test_a_model_that_is_told_by_its_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "printed"),
     [
         ([], "there is nothing to plan"),
         (["--layers", "2"], "the size of the model is open"),
@@ -138,9 +138,9 @@ def test_a_model_that_is_told_by_its_sizes(tmp_path: Path) -> None:
         (["--layers", "2", "--hidden", "100", "--heads", "3"], "hidden 100 does not divide into 3 heads"),
     ],
 )
-def test_sizes_that_tell_no_model(arguments: list[str], told: str) -> None:
+def test_sizes_that_tell_no_model(arguments: list[str], printed: str) -> None:
     result = run(*arguments)
-    assert result.exit_code == 2 and told in result.stderr and "hint: " in result.stderr, result.stderr
+    assert result.exit_code == 2 and printed in result.stderr and "hint: " in result.stderr, result.stderr
 
 
 def test_what_does_not_fit_exits_with_1(model: Path) -> None:
@@ -265,8 +265,8 @@ def test_offload_auto_takes_to_the_host_what_the_device_has_no_room_for(model: P
     )
     assert files[0].forecast.peaks["device"].bytes > files[1].budget["device"]
     assert files[1].forecast.peaks["device"].bytes <= files[1].budget["device"]
-    told = CliRunner().invoke(main, ["diff", *(str(tmp_path / f"{m}.json") for m in ("8GiB", "10MiB"))]).stdout
-    assert "homes " in told and "on host" in told
+    printed = CliRunner().invoke(main, ["diff", *(str(tmp_path / f"{m}.json") for m in ("8GiB", "10MiB"))]).stdout
+    assert "homes " in printed and "on host" in printed
 
 
 def test_one_rank_offloads_too_and_says_what_is_missing(model: Path) -> None:
@@ -298,7 +298,7 @@ def test_what_cannot_be_offloaded_is_refused_before_tracing(model: Path) -> None
 
 def test_a_plan_has_updates_beside_what_the_optimizer_says(model: Path) -> None:
     seconds = {}
-    for overlap, told in {
+    for overlap, printed in {
         "none": "so it waits for the whole backward",
         "backward": "inside of the backward, by buckets",
         "forward": "beside the next forward",
@@ -308,7 +308,7 @@ def test_a_plan_has_updates_beside_what_the_optimizer_says(model: Path) -> None:
         assert result.exit_code == 0, result.stderr
         file = PlanFile.from_json(result.stdout)
         assert file.plan.overlap == overlap and check_file(file) == []
-        assert any(told in f"{reason.decision} {reason.why}" for reason in file.reasons)
+        assert any(printed in f"{reason.decision} {reason.why}" for reason in file.reasons)
         seconds[overlap] = file.forecast.seconds
     assert seconds["none"] > seconds["backward"] and seconds["none"] > seconds["delayed"]
 
@@ -354,7 +354,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_traced(model: Path, t
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "printed"),
     [
         ("def made(:", "raises SyntaxError"),
         ("import nothing_of_that_name", "raises ModuleNotFoundError"),
@@ -362,10 +362,10 @@ def test_what_cannot_be_written_is_said_before_anything_is_traced(model: Path, t
     ],
     ids=["syntax", "import", "call"],
 )
-def test_a_model_that_raises_is_an_error_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+def test_a_model_that_raises_is_an_error_with_its_line(tmp_path: Path, text: str, printed: str) -> None:
     (tmp_path / "broken.py").write_text(text)
     result = run(f"{tmp_path}/broken.py:made")
-    assert result.exit_code == 2 and told in result.stderr, result.stderr
+    assert result.exit_code == 2 and printed in result.stderr, result.stderr
     assert "hint: mend " in result.stderr
 
 
@@ -481,7 +481,7 @@ def forwards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "line"),
+    ("name", "printed", "line"),
     [
         ("value", "raises ValueError: at most 3 rows, not 4", "raise ValueError("),
         ("helper", "raises AssertionError: width is 8", "assert x.shape[1] == 3"),
@@ -502,13 +502,13 @@ def forwards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("a_class", "returned the class Net, not an instance of it", ""),
     ],
 )
-def test_what_is_wrong_with_a_model_is_told_with_its_own_exception_and_line(
-    forwards: Path, name: str, told: str, line: str
+def test_what_is_wrong_with_a_model_is_reported_with_its_own_exception_and_line(
+    forwards: Path, name: str, printed: str, line: str
 ) -> None:
     result = run(f"{forwards}:{name}", "--machine", "cpu", "--world", "2", "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     error = result.stderr.partition("error: ")[2]
-    assert told in error and "Traceback" not in result.stderr and "torch/_" not in result.stderr
+    assert printed in error and "Traceback" not in result.stderr and "torch/_" not in result.stderr
     if line:
         number = 1 + next(i for i, text in enumerate(FORWARDS.splitlines()) if line in text)
         assert f"\n  at {forwards}:{number}, in " in error and line in error
@@ -632,8 +632,8 @@ def test_tokens_of_layers_can_be_planned_in_tiles(given: list[str]) -> None:
     sizes = ["--params", "50M", "--layers", "4", "--hidden", "512", "--vocab", "512", "--seq", "2048", "--world", "2"]
     peaks = []
     for tiles in ("1", "8"):
-        told = ["--recompute", "full", "--token-tiles", tiles, "--json", *given]
-        ran = CliRunner().invoke(main, ["plan", *sizes, *(["--machine", "cpu"] if not given else []), *told])
+        options = ["--recompute", "full", "--token-tiles", tiles, "--json", *given]
+        ran = CliRunner().invoke(main, ["plan", *sizes, *(["--machine", "cpu"] if not given else []), *options])
         assert ran.exit_code == 0, ran.output
         file = PlanFile.from_json(ran.stdout)
         assert file.plan.token_tiles == int(tiles)

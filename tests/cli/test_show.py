@@ -170,19 +170,19 @@ def test_a_name_that_only_one_task_has_in_it() -> None:
 
 
 def test_json(plan: Path) -> None:
-    told = data(plan)
-    assert told["version"] == 1 and told["by"] == "layer"
-    assert told["peaks"]["host"] == {
+    printed = data(plan)
+    assert printed["version"] == 1 and printed["by"] == "layer"
+    assert printed["peaks"]["host"] == {
         "bytes": 576 * 2**20, "task": -1, "name": "the start of the step", "module": "", "source": "",
     }  # fmt: skip
-    assert sum(row["count"] for row in told["rows"]) == 14
-    assert told["rows"][0] == {
+    assert sum(row["count"] for row in printed["rows"]) == 14
+    assert printed["rows"][0] == {
         "name": "blocks.0", "last": "blocks.7", "count": 8, "bytes": {"device": 6 * 2**20}, "tasks": 9,
         "seconds": pytest.approx(0.043), "measured": None, "stream": "", "source": "",
         "why": "use: stage 3 frees parameters after each use",
     }  # fmt: skip
-    assert "measured" not in told and "at" not in told
-    assert told["reasons"][0] == {"subject": "plan", "decision": "stage 3", "why": "the user asked for it"}
+    assert "measured" not in printed and "at" not in printed
+    assert printed["reasons"][0] == {"subject": "plan", "decision": "stage 3", "why": "the user asked for it"}
 
 
 def test_json_of_a_moment(plan: Path) -> None:
@@ -207,11 +207,11 @@ def test_a_measured_run_beside_the_forecast(measured: tuple[Path, Path]) -> None
     assert "re-timed     378 ms (378 ms measured, x1.00), 264 MiB of device, with the run's segments" in screen
     assert "264 MiB measured, x1.00" in screen
     assert "96.3%  182 ms  364 ms measured, x2.00" in screen
-    told = data(plan, "--measured", path, "--by", "op")
-    assert told["measured"]["seconds"] == pytest.approx(2 * told["seconds"])
-    assert told["retimed"]["seconds"] == pytest.approx(2 * told["seconds"])
-    assert told["retimed"]["peaks"] == told["peaks"]
-    assert told["rows"][0]["measured"] == pytest.approx(2 * told["rows"][0]["seconds"])
+    printed = data(plan, "--measured", path, "--by", "op")
+    assert printed["measured"]["seconds"] == pytest.approx(2 * printed["seconds"])
+    assert printed["retimed"]["seconds"] == pytest.approx(2 * printed["seconds"])
+    assert printed["retimed"]["peaks"] == printed["peaks"]
+    assert printed["rows"][0]["measured"] == pytest.approx(2 * printed["rows"][0]["seconds"])
 
 
 def test_a_run_of_another_plan_is_refused(measured: tuple[Path, Path]) -> None:
@@ -320,7 +320,7 @@ curves = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 10**12)), min_size=1
 
 
 @given(curves, st.integers(1, 80), st.sampled_from([BLOCKS, ASCII_BLOCKS]))
-def test_a_sparkline_is_as_wide_as_told_and_shows_the_peak(
+def test_a_sparkline_is_as_wide_as_given_and_shows_the_peak(
     curve: list[tuple[float, int]], width: int, blocks: str
 ) -> None:
     line = sparkline(curve, 1.0, width, blocks)
@@ -336,7 +336,7 @@ def test_a_sparkline_of_steps() -> None:
 
 
 @given(st.floats(-1, 2), st.integers(0, 50))
-def test_a_bar_is_never_longer_than_told(share: float, width: int) -> None:
+def test_a_bar_is_never_longer_than_given(share: float, width: int) -> None:
     assert len(bar(share, width)) == width
 
 

@@ -75,12 +75,14 @@ def test_the_first_difference_is_named_on_every_rank(tmp_path: Path) -> None:
     programs = program("w", "v"), program("w", "u")
     for rank, error in enumerate(each(tmp_path, *(lambda a, p=p: a.check("train", p) for p in programs))):
         assert isinstance(error, CollectiveMismatch)
-        told = str(error)
-        assert told.startswith(f"train forward #0: rank {1 - rank} and rank {rank} would run different collectives (2 ")
+        message = str(error)
+        assert message.startswith(
+            f"train forward #0: rank {1 - rank} and rank {rank} would run different collectives (2 "
+        )
         mine, theirs = ("v", "u") if rank == 0 else ("u", "v")
-        assert f"rank {1 - rank} only: gather bucket 1: {theirs} [4] float32" in told
-        assert f"rank {rank} only: gather bucket 1: {mine} [4] float32" in told
-        assert "hint: every rank must use the same parameters in the same order" in told
+        assert f"rank {1 - rank} only: gather bucket 1: {theirs} [4] float32" in message
+        assert f"rank {rank} only: gather bucket 1: {mine} [4] float32" in message
+        assert "hint: every rank must use the same parameters in the same order" in message
 
 
 def test_later_programs_of_a_frame_ask_nobody(tmp_path: Path) -> None:
@@ -115,14 +117,14 @@ def test_what_was_interrupted_is_exchanged_again(tmp_path: Path) -> None:
         lone.check("train", program("w"))
     assert lone.rendezvous.void == ["agreement/train forward #0/0"]
     other = Lone(1, 2, tmp_path, 20.0)
-    other.tell("train forward #0", list(program("w").collectives()))
+    other.broadcast("train forward #0", list(program("w").collectives()))
     lone.rendezvous.void.clear()
     lone.check("train", program("w"))
     assert lone.rendezvous.void == []
 
 
 def test_answers_come_by_rank(tmp_path: Path) -> None:
-    found = each(tmp_path, *(lambda a, n=n: a.answers("memory", {"bytes": n}) for n in (3, 1, 2)))
+    found = each(tmp_path, *(lambda a, n=n: a.gather("memory", {"bytes": n}) for n in (3, 1, 2)))
     assert found == [[{"bytes": 3}, {"bytes": 1}, {"bytes": 2}]] * 3
 
 
@@ -139,11 +141,14 @@ def _same_models(which: str) -> str:
     return ""
 
 
-def test_models_that_differ_are_told_alike_on_all_ranks() -> None:
+def test_models_that_differ_are_reported_alike_on_all_ranks() -> None:
     assert run(2, _same_models, "same") == ["", ""]
-    for which, told in (("other", "rank 0 has b0, rank 1 has b1"), ("more", "rank 0 has b, rank 1 has nothing more")):
+    for which, message in (
+        ("other", "rank 0 has b0, rank 1 has b1"),
+        ("more", "rank 0 has b, rank 1 has nothing more"),
+    ):
         first, second = run(2, _same_models, which)
-        assert first == second and told in first and "hint: build the same model on every rank" in first
+        assert first == second and message in first and "hint: build the same model on every rank" in first
 
 
 def _replays(layers: list[int]) -> str:

@@ -278,7 +278,7 @@ class Weighted(Activated):
         super().__init__(lambda x: (x * torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5])).square())
 
 
-def test_constants_are_told_apart_in_one_process_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_constants_are_distinguished_in_one_process_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "zerograph")
     first, second = (train(tmp_path, Weighted) for _ in range(2))
     assert (first.frames, second.frames) == (1, 1)

@@ -88,7 +88,7 @@ def test_a_backend_refuses_what_it_cannot_carry_out(how: str, tmp_path: Path, mo
     assert not seen[0].frames[0].programs
 
 
-def test_a_tied_parameter_is_told_as_one_of_several_names() -> None:
+def test_a_tied_parameter_is_reported_as_one_of_several_names() -> None:
     backend = first_call()
     params = {p.name: p for p in backend.frames[0].step.params}
     assert params["embed.weight"].tied_to == ("head.weight",) and "head.weight" not in params
@@ -118,12 +118,12 @@ def test_updates_are_what_the_forecast_takes_time_for() -> None:
     step, machine = backend.frames[0].step, machine_named("cpu")
     trained = [p.name for p in step.params if p.trainable]
     assert [op.params[0] for op in step.updates] == trained and "up.bias" not in trained
-    told = sum(machine.update.seconds(op.moved) for op in step.updates)
+    expected = sum(machine.update.seconds(op.moved) for op in step.updates)
     sizes = tuple(update_bytes(p, 2, 2 * shard_bytes(p, 2)) for p in step.params if p.trainable)
-    assert told == pytest.approx(Rates(machine, 2, "float32").seconds(Update((), sizes), ()))
+    assert expected == pytest.approx(Rates(machine, 2, "float32").seconds(Update((), sizes), ()))
     file = _dry()
     spans = [span for span in file.forecast.spans if span.name == "optimizer update"]
-    assert [span.end - span.start for span in spans] == [pytest.approx(told)]
+    assert [span.end - span.start for span in spans] == [pytest.approx(expected)]
     (reason,) = [reason for reason in file.reasons if reason.subject == "optimizer"]
     assert reason.decision.startswith(f"{len(trained)} parameters updated, ")
     assert any("embed.weight is also head.weight" in reason.decision for reason in file.reasons)

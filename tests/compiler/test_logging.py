@@ -41,9 +41,9 @@ def test_torch_logs_shows_passes_and_programs() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    told, default = done.stderr.split("by default\n")
+    logged, default = done.stderr.split("by default\n")
     assert done.stdout == ""
-    assert "stage 3: sharded 1 parameters over 2 ranks" in told
-    assert "pass gather: 1" in told and "pass reduce: 1" in told
-    assert "frame 0 forward:" in told and "wait gather" in told and "wait reduce" in told
+    assert "stage 3: sharded 1 parameters over 2 ranks" in logged
+    assert "pass gather: 1" in logged and "pass reduce: 1" in logged
+    assert "frame 0 forward:" in logged and "wait gather" in logged and "wait reduce" in logged
     assert "zerograph" not in default

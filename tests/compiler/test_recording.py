@@ -171,9 +171,9 @@ def test_what_moves_to_and_from_nvme_is_recorded(kind: str, tmp_path: Path) -> N
     with backend.record() as recording:
         step()
         optimizer.settle()
-    told = [span for span in recording.forecast.spans if span.what]
+    named = [span for span in recording.forecast.spans if span.what]
     moved: dict[str, set[tuple[int, str]]] = {}
-    for span in told:
+    for span in named:
         assert span.end > span.start >= 0 and span.label == f"layers.{span.bucket}"
         moved.setdefault(f"{span.operation} {span.what}", set()).add((span.bucket, span.phase))
     updated = {(bucket, "update") for bucket in range(4)}

@@ -39,7 +39,7 @@ def test_a_backend_that_has_not_run_yet() -> None:
     assert "runs: none yet" in str(idle) and len(str(idle).splitlines()) == 3
 
 
-def test_what_is_on_nvme_is_told_by_kind() -> None:
+def test_what_is_on_nvme_is_reported_by_kind() -> None:
     away = replace(REPORT, on_nvme={"gradients": 2**20, "optimizer states": 2**21}, slots=2**22)
     line = "  on NVMe: gradients 1 MiB, optimizer states 2 MiB; updates stream through 4 MiB of memory"
     assert str(away).splitlines()[3] == line

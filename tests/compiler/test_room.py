@@ -9,7 +9,7 @@ from pathlib import Path
 from zerograph.compiler.room import disks, memory_here, rooms
 
 
-def test_folders_are_told_by_their_file_system(tmp_path: Path) -> None:
+def test_folders_are_recognized_by_their_file_system(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (here, free), (same, _) = disks([str(tmp_path), str(tmp_path / "a")])
     room = os.statvfs(tmp_path)
@@ -17,7 +17,7 @@ def test_folders_are_told_by_their_file_system(tmp_path: Path) -> None:
     assert disks([str(tmp_path / "missing")]) == [] == disks([])
 
 
-def test_memory_is_told_by_its_host(tmp_path: Path) -> None:
+def test_memory_is_recognized_by_its_host(tmp_path: Path) -> None:
     (here, free), ((disk, _),) = memory_here(), disks([str(tmp_path)])
     assert here.split()[0] == disk.split()[0] and here != disk
     assert 0 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -75,10 +75,10 @@ def test_a_report_tells_which_tiles_run(ones: str, caplog: pytest.LogCaptureFixt
     assert runs == {"loss": plan.loss_tiles == 4, "layers": plan.token_tiles == 4}
     assert runs == {"loss": "head and loss in 4 tiles" in report, "layers": "MLPs of 2 layers in 4 tiles" in report}
     why = "because Inductor's passes left no product of that name"
-    told = f"4 tiles of the loss were planned, and logits exist for all tokens at once, {why} (head:mm)"
-    assert (told in caplog.text) == ("loss" in ones)
-    told = f"4 tiles of tokens were planned, and the MLPs of 2 layers run whole, layers.0.up:mm {why}"
-    assert (told in caplog.text) == ("layers" in ones)
+    message = f"4 tiles of the loss were planned, and logits exist for all tokens at once, {why} (head:mm)"
+    assert (message in caplog.text) == ("loss" in ones)
+    message = f"4 tiles of tokens were planned, and the MLPs of 2 layers run whole, layers.0.up:mm {why}"
+    assert (message in caplog.text) == ("layers" in ones)
     assert ("logits are whole: Inductor's passes" in report) == ("loss" in ones)
 
 

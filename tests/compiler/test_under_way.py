@@ -22,7 +22,7 @@ OWN = FIRST.params[0].name
 BACKWARD = 100
 
 
-def told(*timings: tuple[str, str, int, int], whose: str = OWN) -> list[UnderWay]:
+def moves_of(*timings: tuple[str, str, int, int], whose: str = OWN) -> list[UnderWay]:
     return under_way((Timing(s, Purpose(what, whose), a, b) for s, what, a, b in timings), PLAN, BACKWARD)  # type: ignore[arg-type]
 
 
@@ -43,7 +43,7 @@ def test_a_union_covers_the_same_time_once(times: list[tuple[int, int]]) -> None
 
 
 def test_transfers_side_by_side_are_one_span() -> None:
-    (move,) = told(
+    (move,) = moves_of(
         ("nvme_read", "states", 110, 150), ("nvme_read", "states", 120, 160), ("nvme_read", "states", 170, 180)
     )
     assert (move.phase, move.bucket, move.label, move.operation) == ("update", FIRST.index, FIRST.name, "read")
@@ -55,20 +55,22 @@ def test_transfers_side_by_side_are_one_span() -> None:
 
 
 def test_an_update_is_named_as_forecasts_name_it() -> None:
-    (move,) = told(("cpu_update", "states", 110, 150))
+    (move,) = moves_of(("cpu_update", "states", 110, 150))
     ((_, span),) = move.spans()
     assert (span.name, span.operation, span.what) == (f"update {FIRST.name}", "update", "states")
     assert move.key == move_key("update", "states", FIRST.index, "")
 
 
 def test_activations_have_their_own_name() -> None:
-    write, read = told(("nvme_write", "activations", 10, 20), ("nvme_read", "activations", 110, 120), whose="layers.1")
+    write, read = moves_of(
+        ("nvme_write", "activations", 10, 20), ("nvme_read", "activations", 110, 120), whose="layers.1"
+    )
     assert (write.phase, read.phase) == ("forward", "backward")
     assert write.bucket == -1 and write.key == "write activations layers.1"
 
 
 def test_seconds_are_those_of_one_instruction() -> None:
-    moves = told(("nvme_read", "shard", 10, 40), ("nvme_read", "shard", 110, 130))
+    moves = moves_of(("nvme_read", "shard", 10, 40), ("nvme_read", "shard", 110, 130))
     programs = program("forward", read_shard()), program("backward", read_shard())
     assert seconds_of(moves, programs) == {f"read shard {FIRST.index}": pytest.approx(25e-9)}
     tiles = program("forward", read_shard(0), read_shard(1)), program("backward", read_shard(0), read_shard(1))
@@ -76,7 +78,7 @@ def test_seconds_are_those_of_one_instruction() -> None:
 
 
 def test_what_only_one_program_moved_is_no_mean_of_two() -> None:
-    moves = told(("nvme_read", "shard", 10, 40))  # it stayed whole for the backward
+    moves = moves_of(("nvme_read", "shard", 10, 40))  # it stayed whole for the backward
     programs = program("forward", read_shard()), program("backward", read_shard())
     assert seconds_of(moves, programs) == {f"read shard {FIRST.index}": pytest.approx(30e-9)}
 

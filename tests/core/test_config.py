@@ -135,7 +135,7 @@ def test_errors_have_one_base() -> None:
     assert issubclass(ConfigError, ZeroGraphError)
 
 
-def test_the_hosts_memory_is_told_where_something_goes_there() -> None:
+def test_the_hosts_memory_is_reported_where_something_goes_there() -> None:
     split: dict[str, Any] = {"machine": dataclasses.replace(machine_named("cpu"), split=True), "offload": "optimizer"}
     assert Config.of(**split, host_memory="3KiB").host_memory == 3072
     with pytest.raises(ConfigError, match="host_memory: 'much'"):

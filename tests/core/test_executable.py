@@ -1,4 +1,4 @@
-"""What backends carry out, told once."""
+"""What backends carry out, written once."""
 
 from __future__ import annotations
 

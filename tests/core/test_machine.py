@@ -29,7 +29,7 @@ def test_presets_are_read_back(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"device_memory": "80GiB"}, "device_memory is '80GiB'"),
         ({"device_memory": -5}, "device_memory is -5"),
@@ -45,13 +45,13 @@ def test_presets_are_read_back(name: str) -> None:
     ],
     ids=str,
 )
-def test_what_no_machine_is_like_is_refused(change: dict[str, Any], told: str) -> None:
+def test_what_no_machine_is_like_is_refused(change: dict[str, Any], message: str) -> None:
     data = json.loads(PRESETS["h100-80gb"].to_json()) | change
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         Machine.from_json(json.dumps(data))
 
 
-def test_float32_products_are_tf32_only_where_torch_is_told_so() -> None:
+def test_float32_products_are_tf32_only_where_torch_is_set_so() -> None:
     a100 = PRESETS["a100-80gb"]
     assert a100.published["float32"] == 19.5e12
     high = a100.with_precision("high")

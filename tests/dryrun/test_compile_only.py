@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 }
 
 
-def told(programs: dict[str, Program]) -> dict[str, Any]:
+def data(programs: dict[str, Program]) -> dict[str, Any]:
     """All that is in programs but names of nodes, and digests, which know some constants by identity."""
     return {
         kind: (
@@ -78,7 +78,7 @@ def test_the_programs_are_those_of_training(case: str, options: dict[str, Any]) 
         model, backend = make(), zerograph.backend(compute="eager", **options)
         model.compile(backend=backend, dynamic=False)
         model(*inputs).sum().backward()
-    assert told(dry.frame.programs) == told(backend.program)
+    assert data(dry.frame.programs) == data(backend.program)
     assert dry.frame.plan == backend.plan
     assert dry.frame.runtime is None
     assert [(p.graph, p.name, p.edits) for p in dry.frame.passes] == [

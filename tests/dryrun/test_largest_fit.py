@@ -1,4 +1,4 @@
-"""The largest size that fits a machine: found on a few traces, and told with what keeps it from being larger."""
+"""The largest size that fits a machine: found on a few traces, and reported with what keeps it from being larger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step told by a few traces is the step that is traced at that size."""
+"""A step interpolated from a few traces is the step that is traced at that size."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_one_is_a_constant_to_tracing_and_is_traced_alone(traces: list[int]) -> 
     steps = steps_of(MODELS["loss"], "batch", 8)
     alone = steps.at(1)
     assert traces[-1] == 1 and alone == concrete(MODELS["loss"], batch=1)
-    assert len(alone.ops) != len(steps.at(2).ops)  # if these became equal, 1 might be told by others
+    assert len(alone.ops) != len(steps.at(2).ops)  # if these became equal, 1 might be interpolated from others
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_where_operations_differ_the_model_is_traced_again(traces: list[int]) ->
 
     steps = steps_of(make, "seq", 48, 160)
     assert steps.at(104) == concrete(make, seq=104) and traces == [16, 48, 160]
-    assert not steps.confirm(107)  # it was told as if it were a multiple
+    assert not steps.confirm(107)  # it was interpolated as if it were a multiple
     assert steps.at(107) == concrete(make, seq=107)
     assert steps.at(106) == concrete(make, seq=106) and 106 in traces  # next to one that differs
 
@@ -138,8 +138,8 @@ def test_where_the_model_ends_is_narrowed_down(name: str, first: int, asked: int
     steps = steps_of(make, "seq", first * (4000 // first)) if name == "windows" else steps_of(make, "seq")
     assert not steps.confirm(asked)
     assert steps.at(end)
-    for size, told in ((end + 1, end + 1), (asked, asked), (2 * asked, end + 1)):
-        with pytest.raises(SizeError, match=f"at seq {told} the model raises"):
+    for size, end_at in ((end + 1, end + 1), (asked, asked), (2 * asked, end + 1)):
+        with pytest.raises(SizeError, match=f"at seq {end_at} the model raises"):
             steps.at(size)
     assert len(traces) <= 20
 
@@ -159,7 +159,7 @@ def test_a_model_of_too_many_ways_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         steps.confirm(40)
 
 
-def test_a_plan_of_a_told_step_is_that_of_the_compiled_one() -> None:
+def test_a_plan_of_an_interpolated_step_is_that_of_the_compiled_one() -> None:
     """Both as the search finds it, and as the backend does when it compiles at that size."""
     machine, budget = machine_named("h100-80gb"), 4 * 2**20
     options: dict[str, Any] = {"stage": "auto", "memory": budget, "machine": machine}

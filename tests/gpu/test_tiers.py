@@ -28,7 +28,7 @@ def _here(case: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    "case", [cases.unusual, cases.alike_everywhere, cases.asks_for_gradients], ids=lambda c: c.__name__
+    "case", [cases.unusual, cases.alike_everywhere, cases.reads_gradients], ids=lambda c: c.__name__
 )
 def test_training_is_the_same(case: str, world_size: int) -> None:
     run(world_size, _here, getattr(cases, case))

@@ -143,7 +143,7 @@ def test_a_segment_holds_products_until_their_last_reader() -> None:
     assert costs.memory_inside([], []).extra() == 0
 
 
-def test_what_a_segment_is_given_is_told_by_position() -> None:
+def test_what_a_segment_is_given_is_reported_by_position() -> None:
     b = Builder()
     a, w = b.input("a", 8, 8), b.input("w", 8, 8)
     seen = b.call(aten.view.default, a, [8, 8])
@@ -177,7 +177,7 @@ def test_what_is_cheap_to_compute_again() -> None:
     assert not costs.is_cheap_to_repeat(narrow), "an eighth of what it reads is rather saved"
 
 
-def test_arithmetic_on_sizes_is_told_from_work() -> None:
+def test_arithmetic_on_sizes_is_recognized_from_work() -> None:
     def scaled(x: Tensor) -> Tensor:
         return x / (torch.scalar_tensor(x.shape[-1]) * 2.0) + x.sum() * 3.0
 

@@ -93,7 +93,7 @@ def test_sizes_are_no_work_on_data() -> None:
     assert [n.target for n in sizes] == [open_size.target, operator.floordiv, operator.add]
 
 
-def test_sizes_are_told_at_any_depth() -> None:
+def test_sizes_are_reported_at_any_depth() -> None:
     def doubled(n: int, x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(n + n) + x.sum()
 
@@ -150,12 +150,12 @@ def test_the_error_shows_parameters_neighbours_and_the_source_line() -> None:
     product = b.mm(b.mm(x, w), v)
     gm = b.output(product)
     product.meta["zg"] = BucketFact(0, plan(gm, "w v").buckets[0].params)
-    told = str(nodes.broken(product, "is read after its free"))
-    assert told.startswith('mm_default_1: is read after its free (parameters: w, v; File "model.py", line 4)\n')
-    lines = told.split("\n")
+    message = str(nodes.broken(product, "is read after its free"))
+    assert message.startswith('mm_default_1: is read after its free (parameters: w, v; File "model.py", line 4)\n')
+    lines = message.split("\n")
     assert [word in line for word, line in zip(("mm_default", "%mm_default_1", "output"), lines[1:4], strict=True)] == [
         True
     ] * 3
-    assert "hint: this is a bug in ZeroGraph" in told
+    assert "hint: this is a bug in ZeroGraph" in message
     x.meta.pop("stack_trace", None)
     assert "(parameters: -; unknown source line)" in str(nodes.broken(x, "is wrong"))

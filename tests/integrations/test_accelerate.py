@@ -244,7 +244,7 @@ def _alone() -> None:
         Accelerator(backend=zerograph.backend(stage=3))  # without cpu=True
 
 
-def test_ranks_that_accelerate_would_let_train_alone_are_told() -> None:
+def test_ranks_that_accelerate_would_let_train_alone_are_reported() -> None:
     run(2, _alone)
 
 

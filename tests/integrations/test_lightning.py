@@ -229,5 +229,5 @@ def _refused(path: str) -> None:
         ours.fabric.load(f"{path}/nothing", {"model": ours.model})
 
 
-def test_what_cannot_be_saved_or_loaded_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_or_loaded_is_reported(tmp_path: Path) -> None:
     run(1, _refused, str(tmp_path))

@@ -25,12 +25,12 @@ def test_a_rank_that_fails_names_itself_and_why() -> None:
 
 
 @pytest.mark.slow
-def test_every_all_gather_of_all_rounds_is_told() -> None:
-    answers = run_ranks(Job("cpu", 2, QUICK), lambda text: None)
-    for answer in answers:
-        assert [size for size, _ in answer.gathers] == list(QUICK.gathers)
-        assert all(len(rounds) == ROUNDS for _, rounds in answer.gathers)
-        assert all(min(seconds) > 0 for _, rounds in answer.gathers for seconds in rounds)
+def test_every_all_gather_of_all_rounds_is_reported() -> None:
+    reports = run_ranks(Job("cpu", 2, QUICK), lambda text: None)
+    for report in reports:
+        assert [size for size, _ in report.gathers] == list(QUICK.gathers)
+        assert all(len(rounds) == ROUNDS for _, rounds in report.gathers)
+        assert all(min(seconds) > 0 for _, rounds in report.gathers for seconds in rounds)
 
 
 def test_threads_of_a_rank() -> None:

@@ -133,7 +133,7 @@ def gradients(training: Run) -> None:
     training.steps(2)
 
 
-def asks_for_gradients(away: dict[str, Any] | None = None) -> None:
+def reads_gradients(away: dict[str, Any] | None = None) -> None:
     alike(gradients, away)
 
 

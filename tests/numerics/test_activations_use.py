@@ -157,9 +157,9 @@ def _warns(folder: str) -> tuple[list[str], int]:
     ]
 
 
-def test_more_forwards_than_were_planned_for_are_told_once(tmp_path: Path) -> None:
-    told, size = run(1, _warns, str(tmp_path))[0]
-    assert len(told) == 1 and size > 0
+def test_more_forwards_than_were_planned_for_are_reported_once(tmp_path: Path) -> None:
+    warnings, size = run(1, _warns, str(tmp_path))[0]
+    assert len(warnings) == 1 and size > 0
 
 
 # ---- disks that fail

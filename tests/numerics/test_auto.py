@@ -171,7 +171,7 @@ def test_a_fixed_stage_searches_what_is_left() -> None:
     assert found["recompute"]
 
 
-def test_a_cpu_needs_to_be_told_its_memory() -> None:
+def test_a_cpu_needs_to_be_given_its_memory() -> None:
     model = nn.Linear(4, 4)
     model_compiled = torch.compile(model, backend=zerograph.backend(stage="auto"))
     with pytest.raises(ConfigError, match="needs to be told how much memory"):

@@ -94,7 +94,7 @@ def _first_call(mine: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options", "told"),
+    ("sizes", "options", "message"),
     [
         ({}, {"stage": 0}, "rank 0 has stage=3, rank 1 has stage=0"),
         ({}, {"bucket_size": 64}, "rank 1 has bucket_size=64"),
@@ -105,13 +105,13 @@ def _first_call(mine: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     ids=["stage", "bucket size", "layer", "buffer", "optimizer"],
 )
 def test_ranks_that_differ_all_get_an_error_before_anything_is_sharded(
-    sizes: dict[str, Any], options: dict[str, Any], told: str
+    sizes: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RankFailure) as caught:
         run(2, _first_call, [({}, {}), (sizes, options)])
     assert sorted(caught.value.ranks) == [0, 1]
     for text in caught.value.ranks.values():
-        assert "CollectiveMismatch" in text and told in text
+        assert "CollectiveMismatch" in text and message in text
 
 
 def _fused(make: str) -> None:

@@ -234,7 +234,7 @@ def _one_skips(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_stop_at_different_places_are_all_told(transport: str) -> None:
+def test_ranks_that_stop_at_different_places_are_all_reported(transport: str) -> None:
     run(2, _one_skips, transport)
 
 
@@ -357,7 +357,7 @@ def _one_has_a_batch_more(transport: str) -> tuple[str, list[str]]:
         ours.optimizer.zero_grad()
         ours.step(1)
     rendezvous.notice_after = 0.2
-    with _warnings() as told:
+    with _warnings() as logs:
         if dist.get_rank() == 0:
             with pytest.raises(RankError) as caught:
                 ours.step(2)
@@ -370,16 +370,16 @@ def _one_has_a_batch_more(transport: str) -> tuple[str, list[str]]:
         time.sleep(dist.get_rank())
         with zerograph.gathered(ours.net):
             pass
-    return text, told + also
+    return text, logs + also
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_with_a_batch_more_is_told_that_it_is_alone(transport: str) -> None:
+def test_a_rank_with_a_batch_more_learns_that_it_is_alone(transport: str) -> None:
     (text, (waiting, gathering)), (_, others) = run(2, _one_has_a_batch_more, transport)
     assert "rank 0 has waited" in waiting and "for rank 1, and will wait up to 4 s" in waiting
-    for told in (waiting, text):
-        assert "the forward of forward" in told and "rank 1 last reported: " in told and "py-spy dump --pid" in told
-        assert "evaluate" not in told  # nobody knows what the other rank does
+    for logs in (waiting, text):
+        assert "the forward of forward" in logs and "rank 1 last reported: " in logs and "py-spy dump --pid" in logs
+        assert "evaluate" not in logs  # nobody knows what the other rank does
     assert "rank 0 waited 4 s" in text and "and rank 1 did not come" in text
     assert "rank 0 has waited 0 s to gather parameters in zerograph.gathered()" in gathering
     assert not others
@@ -413,9 +413,9 @@ def _evaluates_alone(transport: str) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_wait_for_each_other_at_different_places_say_so(transport: str) -> None:
-    (alone, told), (other, also) = run(2, _evaluates_alone, transport)
-    assert len(told) == len(also) == 1  # one notice each
-    assert "rank 0 has waited 0 s for rank 1 to compile forward" in told[0] and "inference" in told[0]
+    (alone, logs), (other, also) = run(2, _evaluates_alone, transport)
+    assert len(logs) == len(also) == 1  # one notice each
+    assert "rank 0 has waited 0 s for rank 1 to compile forward" in logs[0] and "inference" in logs[0]
     assert "rank 1 has waited" in also[0] and "for rank 0" in also[0] and "the forward of" in also[0]
     assert "rank 0 last reported" in also[0] and "compile" in also[0].partition("last reported")[2]
     assert alone.splitlines()[0] == other.splitlines()[0]  # torch adds lines to what is raised in a compilation

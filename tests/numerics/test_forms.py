@@ -322,11 +322,11 @@ def _outcomes() -> dict[str, str]:
 
 def test_a_wrapper_over_a_model_that_has_a_backend_is_refused() -> None:
     for found in run(2, _outcomes):
-        for name, told in found.items():
+        for name, reason in found.items():
             kinds = {"DDP": "DistributedDataParallel", "FSDP": "FullyShardedDataParallel", "fully_shard": "FSDP"}
-            assert kinds[name.split()[0].rstrip(",")] in told and "hint: leave" in told and "ZeroGraph" in told, (
+            assert kinds[name.split()[0].rstrip(",")] in reason and "hint: leave" in reason and "ZeroGraph" in reason, (
                 name,
-                told,
+                reason,
             )
 
 

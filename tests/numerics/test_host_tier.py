@@ -18,10 +18,10 @@ import torch
 from numerics.host_cases import (
     alike,
     alike_everywhere,
-    asks_for_gradients,
     memory_of_gradients,
     odd,
     on_host,
+    reads_gradients,
     resumed,
     unusual,
     unusual_steps,
@@ -110,7 +110,7 @@ def test_other_world_sizes(world_size: int, tier: str, tmp_path: Path) -> None:
 @tiers
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_however_they_are_asked_for(world_size: int, tier: str, tmp_path: Path) -> None:
-    run(world_size, asks_for_gradients, beyond(tier, tmp_path))
+    run(world_size, reads_gradients, beyond(tier, tmp_path))
 
 
 @tiers

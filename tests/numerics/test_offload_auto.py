@@ -141,12 +141,12 @@ def _nothing_fits(folder: str) -> list[str]:
 
 
 def test_a_plan_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    device, nvme, told, host, searched = zip(*run(2, _nothing_fits, str(tmp_path), timeout=120), strict=True)
+    device, nvme, messages, host, searched = zip(*run(2, _nothing_fits, str(tmp_path), timeout=120), strict=True)
     for text in device:
         assert "of device memory per rank at least and may use 60.2 KiB" in text and "what would help" in text
     for text in nvme:
         assert "of nvme memory per rank" in text and "may use 60.2 KiB" in text and "more nvme memory" in text
-    for text in told:
+    for text in messages:
         assert "on NVMe per rank" in text and "of optimizer states" in text and "hint: give each rank nvme=" in text
     for text in host:
         assert "on the host per rank" in text and "of gradients" in text and "hint: give each rank host_memory=" in text
@@ -154,7 +154,7 @@ def test_a_plan_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> Non
         assert "of host memory per rank" in text
 
 
-def test_a_cpu_needs_to_be_told_its_memory(tmp_path: Path) -> None:
+def test_a_cpu_needs_to_be_given_its_memory(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     compiled = torch.compile(model, backend=zerograph.backend(offload="auto", path=tmp_path))
     with pytest.raises(ConfigError, match='offload="auto" on cpu needs to be told how much memory'):

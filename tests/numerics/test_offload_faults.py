@@ -166,7 +166,7 @@ AT_PLACES = [
 
 
 def _on_one_rank(folder: str, away: dict[str, Any]) -> list[str]:
-    training, told = Faulty(folder, away), list[str]()
+    training, reported = Faulty(folder, away), list[str]()
     training.step()
     truth = training.outcome()
     for point, place in AT_PLACES:
@@ -174,11 +174,11 @@ def _on_one_rank(folder: str, away: dict[str, Any]) -> list[str]:
         training.armed = (place, point) if _rank() == 0 else None
         start = time.monotonic()
         error = training.fails()
-        told.append(f"{type(error).__name__} in {training.place}: {error}")
+        reported.append(f"{type(error).__name__} in {training.place}: {error}")
         assert time.monotonic() - start < 10 and not training.half_done
         training.step()
         _same(training.outcome(), truth)
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("away", [OFF, BEHIND], ids=["nvme", "behind a host"])
@@ -201,12 +201,12 @@ def _update_of_one_rank(folder: str, starts: bool) -> list[str]:
     training.load()
     training.armed = ("update", FaultPoint.write) if _rank() == 0 else None
     start = time.monotonic()
-    told = [str(training.fails()) for _ in range(3 + _rank())]
+    reported = [str(training.fails()) for _ in range(3 + _rank())]
     assert time.monotonic() - start < 20 and training.half_done == (_rank() == 0)
     training.load()
     training.step()
     _same(training.outcome(), truth)
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("starts", [False, True], ids=["step", "start_step"])
@@ -263,7 +263,7 @@ def _started(folder: Path, steps: int, saves: bool) -> tuple[BaseProcess, Connec
     return process, ours
 
 
-def _told(pipe: Connection) -> Iterator[tuple[int, float]]:
+def _reported(pipe: Connection) -> Iterator[tuple[int, float]]:
     """What a process has sent, to its end."""
     with contextlib.suppress(EOFError):
         while True:
@@ -280,9 +280,9 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -
         time.sleep(random.uniform(0.0, 0.3))
         process.kill()
         process.join()
-        told = {first: loss, **dict(_told(pipe))}
-        assert all(losses.setdefault(step, loss) == loss for step, loss in told.items())
-        last = max(told)
+        reported = {first: loss, **dict(_reported(pipe))}
+        assert all(losses.setdefault(step, loss) == loss for step, loss in reported.items())
+        last = max(reported)
     process, pipe = _started(tmp_path / "whole", last + 1, saves=False)
-    assert dict(_told(pipe)) == losses
+    assert dict(_reported(pipe)) == losses
     process.join()

@@ -227,7 +227,7 @@ def _differ(kind: type[Experts], transport: str) -> str:
 
 @pytest.mark.parametrize("transport", ["auto", "group"])
 @pytest.mark.parametrize("kind", [Experts, Uneven, DisabledUneven])
-def test_at_stage_3_ranks_that_read_different_weights_are_told(kind: type[Experts], transport: str) -> None:
+def test_at_stage_3_ranks_that_read_different_weights_are_reported(kind: type[Experts], transport: str) -> None:
     for rank, text in enumerate(run(2, _differ, kind, transport)):
         for other in (rank, 1 - rank):
             assert f"rank {other} the gather of experts.experts.{other}." in text

@@ -102,9 +102,9 @@ def _group_of_one() -> dict[How, Result]:
         model = build()
         backend = compiled(model)
         train(model, adamw(model), range(2))
-        told = backend.report()
-        assert (told.transport, told.world_size) == ("torch.distributed (gloo)", 1)
-        assert told.peak_whole_buckets and all(isinstance(p, DTensor) for p in model.parameters())
+        reported = backend.report()
+        assert (reported.transport, reported.world_size) == ("torch.distributed (gloo)", 1)
+        assert reported.peak_whole_buckets and all(isinstance(p, DTensor) for p in model.parameters())
         with backend.record() as recording:
             train(model, adamw(model), range(1))
         assert "reduce" in {span.stream for span in recording.forecast.spans}

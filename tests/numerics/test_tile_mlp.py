@@ -227,8 +227,8 @@ def _apart(rank: Rank) -> str:
 
 def test_where_columns_would_be_read_piece_by_piece_rows_are_tiles(tmp_path: Path) -> None:
     options = {"offload": "parameters", "tier": "nvme", "path": str(tmp_path), "nvme": "8MiB"}
-    for told in RANKS(2, _apart, made, Few, optimizer=adamw, stage=3, tile=WEIGHTS, **options):
-        assert "gelu: each weight has tiles of its rows by itself: tiles of columns are not read and written" in told
+    for log in RANKS(2, _apart, made, Few, optimizer=adamw, stage=3, tile=WEIGHTS, **options):
+        assert "gelu: each weight has tiles of its rows by itself: tiles of columns are not read and written" in log
 
 
 class Deep(nn.Module):

@@ -356,14 +356,14 @@ ASKING: dict[str, Any] = {"stage": 3, "bucket_size": 2000}
 
 def _refuses() -> None:
     model = nn.Sequential(nn.LayerNorm((8, 4)), nn.Linear(4, 4))
-    for wanted, told in (
+    for wanted, text in (
         ({"0.*": 2}, r"tile= wants 0.weight \[8, 4\] in 2 tiles, and not only products and lookups use it"),
         ({"1.*": 3}, r"tile= wants 1.weight \[4, 4\] in 3 tiles, and each of 2 ranks has 2 rows of it"),
         ({"none.*": 2}, r"the pattern 'none.\*', and no parameter of the model is called so"),
     ):
         torch._dynamo.reset()
         compiled = torch.compile(model, backend=zerograph.backend(stage=3, compute="eager", tile=wanted))
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=text):
             compiled(torch.zeros(2, 8, 4))
 
 
@@ -372,7 +372,7 @@ def test_what_cannot_be_in_tiles_is_named() -> None:
 
 
 def _looks_up(compute: str) -> list[str]:
-    told = []
+    text = []
     for wrong in (8, -1):
         torch._dynamo.reset()
         table = nn.Embedding(8, 4)
@@ -380,14 +380,14 @@ def _looks_up(compute: str) -> list[str]:
         table(torch.arange(8))
         with pytest.raises((IndexError, RuntimeError, RankError)) as error:
             table(torch.full((8,), wrong))
-        told.append(str(error.value))
-    return told
+        text.append(str(error.value))
+    return text
 
 
 @pytest.mark.parametrize("compute", ["eager", "inductor"])
 def test_what_is_no_row_is_an_error_as_without_tiles(compute: str) -> None:
-    for told in run(2, _looks_up, compute, fresh=True):
-        assert all("index out of" in message for message in told)
+    for text in run(2, _looks_up, compute, fresh=True):
+        assert all("index out of" in message for message in text)
 
 
 def _differently() -> str:
@@ -397,7 +397,7 @@ def _differently() -> str:
 
 
 def test_ranks_that_differ_in_their_tiles_hear_of_which(tmp_path: Path) -> None:
-    assert any("up.weight rows 0 to" in told for told in run(2, _differently, fresh=True))
+    assert any("up.weight rows 0 to" in text for text in run(2, _differently, fresh=True))
 
 
 def gpt() -> tuple[nn.Module, tuple[Tensor]]:

@@ -101,15 +101,15 @@ def test_torchs_state_gets_masters_and_ours_goes_back() -> None:
     train(theirs, 1, start=6)
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["unseen", "told"])
-def test_a_change_through_data_counts_where_the_version_does(told: bool) -> None:
+@pytest.mark.parametrize("given", [False, True], ids=["unseen", "given"])
+def test_a_change_through_data_counts_where_the_version_does(given: bool) -> None:
     """As docs/guide/optimizers.md says: otherwise the next step writes the master over it."""
     (param,) = params = parameters(torch.bfloat16)[:1]
     optimizer = native.SGD(params, lr=1e-4, master=torch.float32)
     train(optimizer, 3)
     before = optimizer.state[param]["master"].clone()
     param.data[0] = 7.0
-    if told:
+    if given:
         torch.autograd.graph.increment_version(param)
         before[0] = 7.0
     param.grad = torch.zeros_like(param)

@@ -47,8 +47,8 @@ def params_of(sizes: list[int]) -> dict[str, nn.Parameter]:
 
 def stored(params: dict[str, nn.Parameter], buckets: int, folder: Path, times: int = 2) -> ShardStore:
     store = ShardStore(params, lambda size: Arena([folder], times * size))
-    told = [Param(n, tuple(p.shape), *["float32"] * 3, True, True) for n, p in params.items()]
-    parts = [tuple(told[i::buckets]) for i in range(buckets)]
+    described = [Param(n, tuple(p.shape), *["float32"] * 3, True, True) for n, p in params.items()]
+    parts = [tuple(described[i::buckets]) for i in range(buckets)]
     plan = Plan(3, 1, tuple(Bucket(i, f"b{i}", p, "use", Homes(optimizer="nvme")) for i, p in enumerate(parts) if p), 1)
     store.settle(plan, 3)
     return store

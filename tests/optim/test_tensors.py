@@ -81,14 +81,14 @@ WRONG: list[tuple[Tensor, Callable[[nn.Parameter], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "give", "told"), WRONG, ids=[told for *_, told in WRONG])
+@pytest.mark.parametrize(("value", "give", "message"), WRONG, ids=[message for *_, message in WRONG])
 @pytest.mark.parametrize(("names", "who"), [((), "parameter 1 of its group"), (("a", "h.0.up"), "parameter h.0.up")])
 def test_what_no_kernel_can_update_is_refused_by_name(
-    value: Tensor, give: Callable[[nn.Parameter], None], told: str, names: tuple[str, ...], who: str
+    value: Tensor, give: Callable[[nn.Parameter], None], message: str, names: tuple[str, ...], who: str
 ) -> None:
     layout = layout_of(torch.zeros(2), value, names=names)
     give(layout.params[1])
-    with pytest.raises(UnsupportedError, match=told) as caught:
+    with pytest.raises(UnsupportedError, match=message) as caught:
         layout.gradients()
     assert str(caught.value).startswith(who) and caught.value.hint
 

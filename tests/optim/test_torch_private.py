@@ -15,7 +15,7 @@ from zerograph.optim import torch_private
 
 
 @pytest.fixture
-def told() -> Iterator[list[tuple[str, str]]]:
+def calls() -> Iterator[list[tuple[str, str]]]:
     """Names of optimizers whose step raised, each with its error."""
     found = list[tuple[str, str]]()
     handle = torch_private.register_failed_step_hook(lambda o, error: found.append((type(o).__name__, str(error))))
@@ -56,35 +56,35 @@ class Late(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [Early, EarlyOfTwo, Late, torch.optim.AdamW, torch.optim.LBFGS, native.AdamW])
-def test_a_step_that_raises_is_told_once(kind: type, told: list[tuple[str, str]]) -> None:
+def test_a_step_that_raises_is_reported_once(kind: type, calls: list[tuple[str, str]]) -> None:
     for optimizer in (kind([nn.Parameter(torch.ones(2))]), *([EARLY[kind]] if kind in EARLY else [])):
         scheduler = LambdaLR(optimizer, lambda _: 1.0)
-        told.clear()
+        calls.clear()
         with pytest.raises(ValueError, match="boom"):
             optimizer.step(_raise)
-        assert told == [(kind.__name__, "boom")]
+        assert calls == [(kind.__name__, "boom")]
         assert optimizer._opt_called and scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
 
 
-def test_a_hook_of_the_user_is_a_part_of_the_step(told: list[tuple[str, str]]) -> None:
+def test_a_hook_of_the_user_is_a_part_of_the_step(calls: list[tuple[str, str]]) -> None:
     for kind in (torch.optim.SGD, native.SGD):
         for register in ("register_step_pre_hook", "register_step_post_hook"):
             optimizer = kind([nn.Parameter(torch.ones(2))], lr=0.1)
             getattr(optimizer, register)(_raise)
             with pytest.raises(ValueError, match="boom"):
                 optimizer.step()
-    assert told == [("SGD", "boom")] * 4
+    assert calls == [("SGD", "boom")] * 4
 
 
-def test_a_step_by_another_name(told: list[tuple[str, str]]) -> None:
+def test_a_step_by_another_name(calls: list[tuple[str, str]]) -> None:
     optimizer = native.AdamW([nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.register_step_pre_hook(_raise)
     with pytest.raises(ValueError, match="boom"):
         optimizer.start_step()
-    assert told == [("AdamW", "boom")]
+    assert calls == [("AdamW", "boom")]
 
 
-def test_a_step_that_returns_and_a_hook_that_is_gone_are_not_told() -> None:
+def test_a_step_that_returns_and_a_hook_that_is_gone_are_not_reported() -> None:
     found = list[BaseException]()
     handle = torch_private.register_failed_step_hook(lambda _, error: found.append(error))
     weight = nn.Parameter(torch.ones(2))
@@ -98,14 +98,14 @@ def test_a_step_that_returns_and_a_hook_that_is_gone_are_not_told() -> None:
     assert torch.optim.SGD.step.hooked, "torch puts its hooks around a step once"
 
 
-def test_compiled_steps_are_told_too(told: list[tuple[str, str]]) -> None:
+def test_compiled_steps_are_reported_too(calls: list[tuple[str, str]]) -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     optimizer = torch.optim.SGD([weight], lr=0.5)
     step = torch.compile(optimizer.step, backend="eager")
     step()
-    assert weight.tolist() == [0.5, 0.5] and not told
+    assert weight.tolist() == [0.5, 0.5] and not calls
     optimizer.register_step_pre_hook(_raise)
     with pytest.raises(ValueError, match="boom"):
         step()
-    assert told == [("SGD", "boom")]
+    assert calls == [("SGD", "boom")]

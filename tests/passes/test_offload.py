@@ -129,7 +129,7 @@ def test_nothing_is_changed_where_nothing_leaves() -> None:
     assert (show(both.forward), show(both.backward)) == before
 
 
-def test_a_named_activation_that_is_gone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_named_activation_that_is_gone_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     both = pair()
     with caplog.at_level(logging.WARNING):
         assert (

@@ -72,7 +72,7 @@ def file_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> PlanF
     )
 
 
-def test_what_nothing_executes_yet_is_told() -> None:
+def test_what_nothing_executes_yet_is_reported() -> None:
     step = step_of([Layer(rows=1024)] * 2)
     plan = ruled(step)
     name = plan.buckets[0].name
@@ -111,7 +111,7 @@ def test_what_waits_off_the_device_is_what_coarse_programs_move() -> None:
         assert offloaded(step, plan) == {"nvme": moved} and moved > 0
 
 
-def test_a_search_may_be_told_where_activations_wait() -> None:
+def test_a_search_may_be_given_where_activations_wait() -> None:
     """Anywhere, where the plan can be run and something may leave; else where they were told to."""
     step, machine = step_of([Layer(rows=256, inside=2 * MIB)] * 4), replace(CPU, device_memory=10**12)
     executable = Executable.on(machine)
@@ -120,8 +120,8 @@ def test_a_search_may_be_told_where_activations_wait() -> None:
     free = Search(step, Constraints(3, 2, offload="auto", executable=executable), machine)
     assert any(candidate.plan.offload for candidate in free.best)
     assert free.smallest.peak < kept.smallest.peak
-    told = Search(step, Constraints(3, 2, saved="nvme", executable=executable), machine)
-    assert all(len(candidate.plan.offload) == 4 for candidate in told.best)
+    search = Search(step, Constraints(3, 2, saved="nvme", executable=executable), machine)
+    assert all(len(candidate.plan.offload) == 4 for candidate in search.best)
 
 
 def half(step: Step) -> Step:
@@ -503,7 +503,7 @@ def test_reasons_tell_what_was_asked_for_from_what_was_chosen() -> None:
     step = step_of([Layer(rows=MIB)] * 4)
     asked = Constraints(3, 8, bucket_size=MIB, prefetch=1, recompute="full", offload="optimizer", tier="host")
     chosen = replace(asked, stage="auto", bucket_size=None, prefetch=None, recompute="auto")
-    told = [
+    why = [
         {r.subject: r.why for r in file_from_search("any", step, constraints, GPU).reasons}
         for constraints in (asked, chosen)
     ]
@@ -511,7 +511,7 @@ def test_reasons_tell_what_was_asked_for_from_what_was_chosen() -> None:
         [r.why for r in file_from_search("any", step, constraints, GPU).reasons[:3]] for constraints in (asked, chosen)
     ]
     assert set(plans[0]) == {"it was asked for"} and "it was asked for" not in plans[1]
-    assert told[0]["activations"].startswith("it was asked for; products that run again take ")
+    assert why[0]["activations"].startswith("it was asked for; products that run again take ")
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])

@@ -192,7 +192,7 @@ def test_failures_nobody_asks_for_do_not_pile_up(engine: str, tmp_path: Path) ->
     assert not any(tensor() is not None for tensor in tensors)
     for _ in range(2):
         with pytest.raises(StorageError, match="cannot write 4096 bytes"):
-            arena.wait(last)  # which is told once, and no longer at the end
+            arena.wait(last)  # of which one warning is logged, and no longer at the end
     with pytest.raises(StorageError, match="cannot write 4096 bytes") as caught:
         arena.close()
     assert caught.value.__notes__ == ["99 transfers that nobody waited for have failed"]

@@ -101,8 +101,8 @@ def _wrapped() -> str:
 
 def test_what_something_else_distributes_is_refused_by_its_name() -> None:
     adopt.refuse_wrapped([None, nn.Linear(2, 2)])
-    (told,) = run(1, _wrapped)
-    assert told.startswith("the model is wrapped by DistributedDataParallel") and "stage=0 is DDP" in told
+    (message,) = run(1, _wrapped)
+    assert message.startswith("the model is wrapped by DistributedDataParallel") and "stage=0 is DDP" in message
 
 
 def _meshes() -> None:

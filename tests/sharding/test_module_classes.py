@@ -71,8 +71,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Linear], object], str]] = {
 
 @pytest.mark.parametrize("which", REFUSED)
 def test_a_sharded_parameter_stays_the_modules(which: str) -> None:
-    change, told = REFUSED[which]
-    with pytest.raises(ShardingError, match=told) as caught:
+    change, message = REFUSED[which]
+    with pytest.raises(ShardingError, match=message) as caught:
         change(linear())
     assert "zerograph.gathered(module, writeback=True)" in caught.value.hint
 

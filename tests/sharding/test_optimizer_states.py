@@ -38,7 +38,7 @@ def test_states_are_described_in_an_order_that_ranks_share() -> None:
     assert found["state exp_avg of w in Adam: (2, 3) torch.float32"] is optimizer.state[w]["exp_avg"]
 
 
-def test_two_optimizers_of_one_class_are_told_apart() -> None:
+def test_two_optimizers_of_one_class_are_distinguished() -> None:
     w = nn.Parameter(torch.ones(2))
     found = early_states({"w": w}, [stepped(w, kind=torch.optim.Adagrad), stepped(w, kind=torch.optim.Adagrad)])
     assert list(found) == [

@@ -114,7 +114,7 @@ def _averages_of_parts() -> None:
     assert type(other) is not AveragedModel  # it still waits for its model
 
 
-def test_averages_of_a_part_follow_it_and_others_are_told_what_differs() -> None:
+def test_averages_of_a_part_follow_it_and_errors_say_what_differs() -> None:
     run(2, _averages_of_parts)
 
 
@@ -170,7 +170,7 @@ def _target_network(when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_copies_of_a_plain_model_are_sharded_alike_when_told_to(when: str) -> None:
+def test_copies_of_a_plain_model_are_sharded_alike_when_asked_to(when: str) -> None:
     run(2, _target_network, when)
 
 

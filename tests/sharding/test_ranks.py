@@ -54,8 +54,8 @@ def test_the_mesh_has_the_group_that_is_there() -> None:
 def test_a_model_beside_the_current_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     config = zerograph.backend(stage=3).config
-    told = r"(?s)the model is on cuda:1, and the current device is cuda:0.*hint: .*torch\.cuda\.set_device\(1\)"
-    with pytest.raises(ConfigError, match=told):
+    messages = r"(?s)the model is on cuda:1, and the current device is cuda:0.*hint: .*torch\.cuda\.set_device\(1\)"
+    with pytest.raises(ConfigError, match=messages):
         Ranks.connect(config, torch.device("cuda", 1))
     assert Ranks.connect(config, torch.device("cuda", 0)).size == 1
 
@@ -64,22 +64,25 @@ def _replicas() -> tuple[list[str], float, float]:
     """What one rank is told, and the sum of its weights: in a mesh of its own, and over all ranks."""
     sums = []
     meshes = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replica", "shard"))
-    with warned() as told:
+    with warned() as messages:
         for options in ({"mesh": meshes["shard"]}, {"mesh": meshes["replica"]}, {}):
             torch.manual_seed(dist.get_rank())
             model = nn.Linear(4, 4)
             zerograph.shard(model, zerograph.backend(**options))
             weight = model.weight
             sums.append((weight.full_tensor() if isinstance(weight, DTensor) else weight).sum().item())
-    return told, sums[0], sums[1]
+    return messages, sums[0], sums[1]
 
 
-def test_replicas_outside_of_a_mesh_are_told_of_once() -> None:
+def test_replicas_outside_of_a_mesh_are_reported_once() -> None:
     first, second = run(2, _replicas)
-    for rank, (told, _, _) in enumerate((first, second)):
-        assert len(told) == 1, "not where a mesh has all ranks"
-        assert told[0].startswith(f"mesh= has rank {rank} of the job's 2: other ranks") and "leave mesh= out" in told[0]
-        assert "first values" in told[0] and "gradients" in told[0]
+    for rank, (messages, _, _) in enumerate((first, second)):
+        assert len(messages) == 1, "not where a mesh has all ranks"
+        assert (
+            messages[0].startswith(f"mesh= has rank {rank} of the job's 2: other ranks")
+            and "leave mesh= out" in messages[0]
+        )
+        assert "first values" in messages[0] and "gradients" in messages[0]
     assert first[1] != second[1] and first[2] == second[2], "as they are told"
 
 

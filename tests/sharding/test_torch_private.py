@@ -72,7 +72,7 @@ def test_our_errors_reach_users_as_they_are() -> None:
     assert caught.value.hint == "do it right"
 
 
-def test_traces_are_told_of_before_they_begin() -> None:
+def test_traces_are_reported_before_they_begin() -> None:
     seen: list[str] = []
 
     def starts() -> None:
@@ -315,12 +315,12 @@ def test_tensors_in_what_a_forward_returns() -> None:
 
 
 def test_an_operator_of_dtensors_is_answered(mesh: DeviceMesh) -> None:
-    def answer(op: Any, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+    def handler(op: Any, args: tuple[Any, ...], _: dict[str, Any]) -> None:
         raise LookupError(f"{op} of {len(args[0])}")
 
     before = dict(DTensor._op_dispatcher._custom_op_handlers)
     try:
-        torch_private.answer_op(torch.ops.c10d.broadcast_.default, answer)
+        torch_private.handle_op(torch.ops.c10d.broadcast_.default, handler)
         shard = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
         with pytest.raises(LookupError, match=r"c10d\.broadcast_\.default of 1"):
             dist.broadcast(shard, 0)

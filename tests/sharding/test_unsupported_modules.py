@@ -72,7 +72,7 @@ def _refused(which: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("which", "told"),
+    ("which", "message"),
     [
         ("sealed", "class Sealed is part of the model and cannot be inherited from (this class is final)"),
         ("coo", "buffer 0.table is torch.sparse_coo"),
@@ -81,9 +81,9 @@ def _refused(which: str) -> str:
         ("scripted", "RecursiveScriptModule 1 is a ScriptModule"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_before_anything_is_changed(which: str, told: str) -> None:
+def test_what_cannot_be_sharded_is_refused_before_anything_is_changed(which: str, message: str) -> None:
     for text in run(2, _refused, which):
-        assert text.startswith(told) and "hint:" in text
+        assert text.startswith(message) and "hint:" in text
 
 
 def _taken() -> None:

@@ -102,7 +102,7 @@ def test_a_bucket_that_was_kept_takes_all_free_buffers_with_it() -> None:
     assert levels(found) == [100, 110, 110, 40]
 
 
-def test_what_no_bucket_takes_is_told_as_a_free_buffer() -> None:
+def test_what_no_bucket_takes_is_reported_as_a_free_buffer() -> None:
     step = [("inference", [i for b in range(2) for i in (begin(b), *used(b))])]
     contents = [Register(name, size, i, "gathered") for i, (name, size) in enumerate((("x", 100), ("y", 10)))]
     program = Program("inference", 0, 2, step[0][1], (), [Segment("", 1)], contents, ["embed", "block"], carries=True)

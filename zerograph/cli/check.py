@@ -13,7 +13,7 @@ import click
 from zerograph.cli.options import SIZE, as_json, plan_argument
 from zerograph.cli.terminal import Cell, show_table
 from zerograph.core.files.planfile import PlanFile
-from zerograph.core.files.reading import read_plan, told_digest
+from zerograph.core.files.reading import read_plan, stored_digest
 from zerograph.planner.explain.check import Violation
 from zerograph.planner.explain.check_file import CHECKS, check_file
 
@@ -33,7 +33,7 @@ def check(plan: Path, memory: int | None, json_: bool) -> int:
     """
     file = read_plan(plan, verify=False)
     budget = file.budget if memory is None else {**file.budget, "device": memory}
-    found = [*check_file(replace(file, budget=budget)), *_changed(file, told_digest(plan))]
+    found = [*check_file(replace(file, budget=budget)), *_changed(file, stored_digest(plan))]
     if json_:
         click.echo(json.dumps(to_data(found), indent=2))
     else:
@@ -41,10 +41,10 @@ def check(plan: Path, memory: int | None, json_: bool) -> int:
     return int(bool(found))
 
 
-def _changed(file: PlanFile, told: str) -> list[Violation]:
-    if file.digest == told:
+def _changed(file: PlanFile, stored: str) -> list[Violation]:
+    if file.digest == stored:
         return []
-    return [Violation(DIGEST, -1, "", "", f"the content has digest {file.digest}, the file says {told}")]
+    return [Violation(DIGEST, -1, "", "", f"the content has digest {file.digest}, the file says {stored}")]
 
 
 def to_data(found: Sequence[Violation]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """``zerograph estimate``: does a model fit, and how fast is it, from its sizes.
 
-Sizes that are told need no torch, no model and no device; those of a MODEL are read from it on the meta device.
+Sizes that are given need no torch, no model and no device; those of a MODEL are read from it on the meta device.
 """
 
 from __future__ import annotations
@@ -115,14 +115,14 @@ def _size(what: What | None, params: int | None, **sizes: int | None) -> ModelSi
         return ModelSize.of(params, **sizes)
     if params is not None or sizes["heads"] is not None or (sizes["layers"] and sizes["hidden"]):
         raise ConfigError(
-            "--largest params solves for --params, which is also told, or leaves no shape to solve for",
+            "--largest params solves for --params, which is also given, or leaves no shape to solve for",
             "leave out --params and --heads; --layers or --hidden may fix one side of the shape, not both",
         )
     return ModelSize.of(layers=sizes["layers"] or 1, hidden=sizes["hidden"] or 128, vocab=sizes["vocab"])
 
 
-def _size_of(model: str, what: What | None, params: int | None, **told: int | None) -> ModelSize:
-    """The sizes of ``model``, those in ``told`` replaced."""
+def _size_of(model: str, what: What | None, params: int | None, **given: int | None) -> ModelSize:
+    """The sizes of ``model``, those in ``given`` replaced."""
     if params is not None or what == "params":
         raise ConfigError(f"{model} has its own number of parameters", "leave out the model, or --params")
     from zerograph.cli.model_source import model_maker
@@ -131,7 +131,7 @@ def _size_of(model: str, what: What | None, params: int | None, **told: int | No
         say("importing torch and the model")
         from zerograph.dryrun.model_sizes import size_of
 
-        size = size_of(model_maker(model), **told)
+        size = size_of(model_maker(model), **given)
     click.echo(
         f"{model}: {format_count(size.parameters)} parameters, {size.layers} layers, hidden {size.hidden}, "
         f"{size.heads} heads, vocabulary {size.vocab}",

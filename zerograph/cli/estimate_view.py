@@ -78,8 +78,8 @@ def as_data(
 def _solved(stage: int, found: LargestSize, budget: Budget) -> dict[str, Any]:
     have = budget if isinstance(budget, int) else budget[found.tier]
     need = {"largest": found.held, "next": found.need}
-    told = {"stage": stage, "value": found.value, "tier": found.tier, "need": need, "have": have}
-    return {**told, "limit": found.limit or None}
+    data = {"stage": stage, "value": found.value, "tier": found.tier, "need": need, "have": have}
+    return {**data, "limit": found.limit or None}
 
 
 def _row(row: Row, best: bool) -> dict[str, Any]:

@@ -133,8 +133,8 @@ def plan(
     """
     if output is not None:
         check_writable(output)
-    told = {name: options.pop(name) for name in SIZES}
-    size = _size(model, **told)
+    extents = {name: options.pop(name) for name in SIZES}
+    size = _size(model, **extents)
     memory = options.pop("memory")
     machine = machine_from(options.pop("machine"), memory).with_precision(options.pop("precision"))
     if memory is not None and options["offload"] == "none" and what is None:
@@ -168,9 +168,9 @@ def plan(
     return _report_overruns(file)
 
 
-def _size(model: str | None, **told: int | None) -> ModelSize | None:
-    """The model that is told by its sizes; None where one is named."""
-    given = [f"--{name}" for name, value in told.items() if value is not None]
+def _size(model: str | None, **extents: int | None) -> ModelSize | None:
+    """The model that is given by its sizes; None where one is named."""
+    given = [f"--{name}" for name, value in extents.items() if value is not None]
     if model is not None:
         if given:
             hint = "leave out the model, or the sizes; `zerograph estimate` takes both"
@@ -178,7 +178,7 @@ def _size(model: str | None, **told: int | None) -> ModelSize | None:
         return None
     if not given:
         raise ConfigError("there is nothing to plan", "give MODEL, or sizes: --params 70B, or --layers and --hidden")
-    size = ModelSize.of(told.pop("params"), **told)
+    size = ModelSize.of(extents.pop("params"), **extents)
     if size.hidden % size.heads:
         raise ConfigError(f"hidden {size.hidden} does not divide into {size.heads} heads", "give other --heads")
     return size

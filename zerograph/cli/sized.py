@@ -1,4 +1,4 @@
-"""``MODEL`` told by its sizes alone: the transformer of a
+"""``MODEL`` given by its sizes alone: the transformer of a
 :class:`~zerograph.planner.estimate.sizes.ModelSize`."""
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ def model_code(verbose: bool) -> Iterator[None]:
         hiding = shadows(Path(sys.path[0]), error.__cause__ or error)
         if not hiding:
             raise
-        told = str(error).partition("\n\nhint: ")[0] if isinstance(error, ZeroGraphError) else repr(error)
+        text = str(error).partition("\n\nhint: ")[0] if isinstance(error, ZeroGraphError) else repr(error)
         raise ConfigError(
-            "\n  ".join([told, *map(str, hiding)]), f"rename {hiding[0].file}, which whoever imports its name gets"
+            "\n  ".join([text, *map(str, hiding)]), f"rename {hiding[0].file}, which whoever imports its name gets"
         ) from error
     finally:
         torch_log.setLevel(level)

@@ -57,7 +57,7 @@ class Agreement:
             communicator.rejoin()
             with self.rendezvous.compiling(code):
                 yield
-        # Ctrl-C too: the other ranks wait for what this one would have told them.
+        # Ctrl-C too: the other ranks wait for what this one would have broadcast.
         except BaseException as error:
             communicator.abort(f"while compiling {code}: {reason_of(error)}")
             raise
@@ -103,32 +103,32 @@ class Agreement:
         self._exchange(f"{frame} #{len(variants)}", sequence)
         variants[variant] = sequence  # not before: one that an error interrupts is exchanged again, under the same key
 
-    def tell(self, key: str, mine: Any) -> None:
+    def broadcast(self, key: str, mine: Any) -> None:
         """Let other ranks know ``mine`` (data that JSON can hold) under ``key``; once per key."""
         self.rendezvous.store.set(f"agreement/{key}/{self.rank}", json.dumps(mine))
 
-    def told(self, key: str, rank: int) -> Any:
+    def receive(self, key: str, rank: int) -> Any:
         """The message of ``rank`` under ``key``; waits for it.
 
         Raises:
-            RankError: it failed, ended, or did not tell within the timeout of the process group.
+            RankError: it failed, ended, or broadcast nothing within the timeout of the process group.
             CollectiveMismatch: it waits for this rank, elsewhere.
         """
         name = f"agreement/{key}/{rank}"
         self.rendezvous.wait({rank: name}, f"for rank {rank} to compile {key}", key)
         return json.loads(self.rendezvous.store.get(name))
 
-    def answers(self, key: str, mine: Any) -> list[Any]:
+    def gather(self, key: str, mine: Any) -> list[Any]:
         """The messages of all ranks under ``key``, by rank."""
-        self.tell(key, mine)
-        return [self.told(key, rank) for rank in range(self.world_size)]
+        self.broadcast(key, mine)
+        return [self.receive(key, rank) for rank in range(self.world_size)]
 
     def _exchange(self, key: str, sequence: list[str]) -> None:
         name = f"agreement/{key}/{self.rank}"
-        self.rendezvous.void.append(name)  # should this fail, the next try may tell another sequence
-        self.tell(key, sequence)
+        self.rendezvous.void.append(name)  # should this fail, the next try may broadcast another sequence
+        self.broadcast(key, sequence)
         for other in range(self.world_size):
-            _compare(key, f"rank {other}", self.told(key, other), f"rank {self.rank}", sequence)
+            _compare(key, f"rank {other}", self.receive(key, other), f"rank {self.rank}", sequence)
         self.rendezvous.void.remove(name)
 
 

@@ -105,7 +105,7 @@ class Planner:
     def _learn_budgets(self, device: torch.device, free: Mapping[Tier, Sequence[Disk]]) -> None:
         config = self._config
         memory = config.memory
-        # A GPU is this rank's alone; a CPU's memory is shared with other ranks, so that its part must be told.
+        # A GPU is this rank's alone; a CPU's memory is shared with other ranks, so that its part must be given.
         if memory is None and device.type == "cuda":
             memory = room_on(device)
         if memory is None and config.searches:
@@ -117,12 +117,12 @@ class Planner:
         host = self._machine.capacity("host", self._world_size)
         most = {tier: config.room(tier) or (host if tier == "host" else sys.maxsize) for tier in OFFLOAD_TIERS}
         mine: dict[str, Any] = {"memory": memory, "most": most, "free": free}
-        told = self._agreement.answers("budget", mine) if self._agreement is not None else [mine]
+        reports = self._agreement.gather("budget", mine) if self._agreement is not None else [mine]
         if memory is not None:
-            self._budget = int(self._least("device", [one["memory"] for one in told]) * (1 - RESERVE))
+            self._budget = int(self._least("device", [one["memory"] for one in reports]) * (1 - RESERVE))
         for tier in OFFLOAD_TIERS:
-            room = rooms([one["free"].get(tier, ()) for one in told])
-            most_by_rank = (one["most"][tier] for one in told)
+            room = rooms([one["free"].get(tier, ()) for one in reports])
+            most_by_rank = (one["most"][tier] for one in reports)
             self.room[tier] = self._least(tier, [*map(min, room, most_by_rank)])
 
     def _least(self, tier: Tier, by_rank: Sequence[int]) -> int:
@@ -275,15 +275,17 @@ class Planner:
         try:
             need, plan = self._search(step, states)
         except Exception as error:
-            agreement.tell(question, {"failure": str(error).partition("\n\n")[0], "hint": getattr(error, "hint", "")})
+            agreement.broadcast(
+                question, {"failure": str(error).partition("\n\n")[0], "hint": getattr(error, "hint", "")}
+            )
             # That nothing fits is an answer like others: all ranks hear all answers, and raise for the same rank.
             if not isinstance(error, InfeasibleError):
                 self._asked[code] += 1
                 raise
         else:
-            agreement.tell(f"{question}: text", plan.to_json())
-            agreement.tell(question, {"need": need})
-        found = [agreement.told(question, rank) for rank in range(agreement.world_size)]
+            agreement.broadcast(f"{question}: text", plan.to_json())
+            agreement.broadcast(question, {"need": need})
+        found = [agreement.receive(question, rank) for rank in range(agreement.world_size)]
         # Every rank asks as often, as a failure is one for all; one that was interrupted before asks the same again.
         self._asked[code] += 1
         for rank, answer in enumerate(found):
@@ -291,7 +293,7 @@ class Planner:
                 raise InfeasibleError(f"on rank {rank} {answer['failure']}{self._whose_room()}", answer["hint"])
         # Of equal needs the lowest rank's, so that every rank takes the same plan.
         most = max(range(len(found)), key=lambda rank: (found[rank]["need"], -rank))
-        return Plan.from_json(agreement.told(f"{question}: text", most))
+        return Plan.from_json(agreement.receive(f"{question}: text", most))
 
     def _without_collectives(self, step: Step, states: int) -> Plan:
         try:
@@ -406,9 +408,9 @@ def machine_of(config: Config, device: torch.device) -> Machine:
 def _precision() -> Precision:
     """The precision of float32 products, from the newer of torch's two settings, which knows of both."""
     backends = torch.backends
-    told = backends.cuda.matmul.fp32_precision
+    precision = backends.cuda.matmul.fp32_precision
     everywhere: str = getattr(backends, "fp32_precision")  # noqa: B009  torch does not type it
-    return "high" if (told if told != "none" else everywhere) == "tf32" else "highest"
+    return "high" if (precision if precision != "none" else everywhere) == "tf32" else "highest"
 
 
 def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:

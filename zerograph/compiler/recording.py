@@ -249,13 +249,13 @@ def _kept(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Sequence[O
     groups = itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
     updated = {id(param) for group in groups for param in group["params"]}
     kept = {}
-    for told in trained:
-        param = params[told.name]
+    for each in trained:
+        param = params[each.name]
         if id(param) in updated:
             # A step counter is a scalar: of a scalar parameter it would pass for a moment.
             states = (value for optimizer in optimizers for value in _tensors(optimizer.state.get(param, {})))
             sizes = (value.element_size() for value in states if value.shape == param.shape and param.ndim)
-            kept[told.name] = told.chunk_elements(plan.world_size) * sum(sizes)
+            kept[each.name] = each.chunk_elements(plan.world_size) * sum(sizes)
     return kept
 
 
@@ -315,9 +315,9 @@ def _mean(values: Sequence[float]) -> float:
 def _forecast(ran: Sequence[_Ran], moves: Sequence[UnderWay], memory: Sequence[tuple[int, int]]) -> Forecast:
     """The run as a timeline that starts with its first instruction. A collective has two spans: start and wait."""
     origin = ran[0].start
-    told = [*_spans(ran), *(span for move in moves for span in move.spans())]
+    timed = [*_spans(ran), *(span for move in moves for span in move.spans())]
     # Of an update that an earlier step began, some may have ended before.
-    there = sorted((each for each in told if each[0][1] > origin), key=lambda each: each[0])
+    there = sorted((each for each in timed if each[0][1] > origin), key=lambda each: each[0])
     spans = [
         replace(span, task=task, start=max(0, begin - origin) / 1e9, end=(end - origin) / 1e9)
         for task, ((begin, end), span) in enumerate(there)
@@ -329,7 +329,7 @@ def _spans(ran: Sequence[_Ran]) -> Iterator[tuple[Interval, Span]]:
     """Each instruction that occupied a stream, without task, start and end."""
     for run in ran:
         instruction, program = run.instruction, run.program
-        if isinstance(instruction, (Free, View, WaitFetch, BeginUpdate)) or _is_told(instruction):
+        if isinstance(instruction, (Free, View, WaitFetch, BeginUpdate)) or _is_timed(instruction):
             continue
         segment = program.segments[instruction.segment] if isinstance(instruction, Compute) else None
         yield (
@@ -353,7 +353,7 @@ def _spans(ran: Sequence[_Ran]) -> Iterator[tuple[Interval, Span]]:
         )
 
 
-def _is_told(instruction: Instruction) -> bool:
+def _is_timed(instruction: Instruction) -> bool:
     """Whether timings say when it was under way, and not its beginning in a program."""
     return isinstance(instruction, Move) and (is_disk(instruction.source) or is_disk(instruction.target))
 

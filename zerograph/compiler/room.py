@@ -57,14 +57,14 @@ def _host() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def rooms(told: Sequence[Sequence[Disk]]) -> list[int]:
+def rooms(by_rank: Sequence[Sequence[Disk]]) -> list[int]:
     """Bytes that each rank may reserve, where all reserve as many in each of their folders.
 
     Args:
-        told: the folders' file systems, by rank.
+        by_rank: the folders' file systems, by rank.
     """
-    users = Counter(disk for own in told for disk, _ in own)
+    users = Counter(disk for own in by_rank for disk, _ in own)
     free: dict[str, int] = {}
-    for disk, size in (one for own in told for one in own):
+    for disk, size in (one for own in by_rank for one in own):
         free[disk] = min(size, free.get(disk, size))  # ranks look one after another, while others write
-    return [len(own) * min(free[disk] // users[disk] for disk, _ in own) if own else sys.maxsize for own in told]
+    return [len(own) * min(free[disk] // users[disk] for disk, _ in own) if own else sys.maxsize for own in by_rank]

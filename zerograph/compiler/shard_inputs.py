@@ -45,7 +45,7 @@ def _reads(gm: fx.GraphModule, tensor: fx.Node) -> dict[fx.Node, None] | None:
     """Where ``tensor`` is asked for its rows, in checkpointed regions too; None when it is asked for anything else."""
     found: dict[fx.Node, None] = {}
     for user in tensor.users:
-        if _asks_for_rows(user):
+        if _reads_rows(user):
             found[user] = None
             continue
         body = _region(gm, user)
@@ -61,7 +61,7 @@ def _reads(gm: fx.GraphModule, tensor: fx.Node) -> dict[fx.Node, None] | None:
     return found
 
 
-def _asks_for_rows(user: fx.Node) -> bool:
+def _reads_rows(user: fx.Node) -> bool:
     if user.op == "call_method":
         return user.target == "to_local"
     return getattr(user.target, "__name__", "") == "prim_to_local"  # so torch 2.11 calls it

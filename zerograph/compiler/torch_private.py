@@ -316,28 +316,28 @@ def noting_wrappers(noted: list[bytes | Uncacheable]) -> Iterator[None]:
         yield
 
 
-def _wrappers(told: Mapping[str, Any]) -> bytes:
+def _wrappers(known: Mapping[str, Any]) -> bytes:
     from torch._functorch._aot_autograd.aot_autograd_result import AOTAutogradResult
 
-    metadata, config = told["fw_metadata"], told["aot_config"]
-    if told["maybe_subclass_meta"] is not None or metadata.tokens or config.num_params_buffers:
+    metadata, config = known["fw_metadata"], known["aot_config"]
+    if known["maybe_subclass_meta"] is not None or metadata.tokens or config.num_params_buffers:
         raise Uncacheable("it has tensor subclasses, effects or attributes of its own")
     if TracingContext.get().guards_context.aotautograd_guards:
         raise Uncacheable("some of its inputs share memory")
-    symbols = told.get("num_symints_saved_for_bw", 0)
+    symbols = known.get("num_symints_saved_for_bw", 0)
     return pickle.dumps(
         AOTAutogradResult(
             compiled_fw=None,  # type: ignore[arg-type]
-            compiled_bw=_Loaded(None, symbols) if "bw_module" in told else None,  # type: ignore[arg-type]
+            compiled_bw=_Loaded(None, symbols) if "bw_module" in known else None,  # type: ignore[arg-type]
             aot_joint_graph_str=None,
             aot_forward_graph_str=None,
             aot_backward_graph_str=None,
             min_cut_info_str=None,
             runtime_metadata=metadata,
-            dispatch_wrappers=told["wrappers"],
+            dispatch_wrappers=known["wrappers"],
             maybe_subclass_meta=None,
-            num_fw_outs_saved_for_bw=told.get("num_fw_outs_saved_for_bw"),
-            indices_of_inps_to_detach=told.get("_indices_of_inps_to_detach", []),
+            num_fw_outs_saved_for_bw=known.get("num_fw_outs_saved_for_bw"),
+            indices_of_inps_to_detach=known.get("_indices_of_inps_to_detach", []),
             forward_time_taken_ns=0,
             backward_time_taken_ns=0,
             sanitized_aot_config=config.to_cacheable(),

@@ -146,7 +146,7 @@ class Config:
         return {disk: folders for disk, name in FOLDERS.items() if (folders := getattr(self, name))}
 
     def room(self, tier: Tier) -> int | None:
-        """Bytes of ``tier`` that a rank may use; None where that was not told."""
+        """Bytes of ``tier`` that a rank may use; None where that was not given."""
         return getattr(self, ROOM[tier])  # type: ignore[no-any-return]
 
     @property
@@ -370,8 +370,8 @@ def _tiles(options: dict[str, Any]) -> dict[str, TileOption]:
 def _folders(options: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     given = {name: options[name] for name in FOLDERS.values() if name in options}
     return {
-        name: () if told is None else paths(name, told, "a folder", f'{name}="/mnt/nvme"')
-        for name, told in given.items()
+        name: () if folder is None else paths(name, folder, "a folder", f'{name}="/mnt/nvme"')
+        for name, folder in given.items()
     }
 
 

@@ -454,8 +454,8 @@ def _unlike(plan: Plan) -> Iterator[str]:
             if bucket.params
         }
         if len(alike) > 1:
-            told = ", ".join(f"{tiles} of {size}" for tiles, size in sorted(alike))
-            yield f"the loop {loop} has tiles of several kinds ({told})"
+            pairs = ", ".join(f"{tiles} of {size}" for tiles, size in sorted(alike))
+            yield f"the loop {loop} has tiles of several kinds ({pairs})"
 
 
 def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:

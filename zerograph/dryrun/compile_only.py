@@ -206,10 +206,10 @@ class _Call:
         except (ZeroGraphError, BackendFailed):
             raise
         except Exception as error:
-            told = explain_failure(error, self.uncompiled)
-            if told is None:
+            explained = explain_failure(error, self.uncompiled)
+            if explained is None:
                 raise
-            raise told from told.__cause__
+            raise explained from explained.__cause__
         if not found:
             raise UnsupportedError("the model computes nothing that could be compiled", "give one with a forward")
         frame, joint = found[0]

@@ -194,7 +194,7 @@ def forecast_file(
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
     config = compiled.config
     constraints = Constraints.of(config, plan.world_size)
-    told = reasons(plan, frame.step, constraints, rates, found.forecast, moments=moments, searched=config.searches)
+    why = reasons(plan, frame.step, constraints, rates, found.forecast, moments=moments, searched=config.searches)
     return PlanFile(
         model=name,
         plan=plan,
@@ -202,7 +202,7 @@ def forecast_file(
         budget=machine.budget(plan.world_size, reserve),
         forecast=found.forecast,
         holdings=found.holdings,
-        reasons=tuple(told),
+        reasons=tuple(why),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=flops,

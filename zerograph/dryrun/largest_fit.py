@@ -26,7 +26,7 @@ from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
 
 ATTEMPTS = 4
-"""Sizes whose programs are compiled: they may turn out to hold more than the step told, a few percent where they do."""
+"""Sizes whose programs are compiled: they may turn out to hold more than the step says, a few percent where they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Probe:
         known = self._known.get(size)
         if known is None or known[0] != step:
             states = self.steps.states if self.constraints.offload == "none" else None
-            # With other tiers a thorough search takes seconds, and what fits is told nearly as well by the plans that
+            # With other tiers a thorough search takes seconds, and what fits is found nearly as well by the plans that
             # need least, which every search looks at first.
             search = Search(
                 step,
@@ -236,7 +236,7 @@ def _compiled(
         except (InfeasibleError, UnsupportedError):
             if plans.steps.confirm(found.value):
                 raise
-            continue  # the step there is another one than was told
+            continue  # the step there is another one than was interpolated
         attempts += 1
         plans.steps.learn(found.value, programs)
         file = forecast_file(name, programs, machine, moments=plans.moments, reserve=reserve)

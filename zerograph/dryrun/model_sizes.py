@@ -16,12 +16,12 @@ HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 """The names by which attention modules, and the configs that they hold, have the number of their heads."""
 
 
-def size_of(make: Callable[[], Any], *, heads: int | None = None, **told: int | None) -> ModelSize:
+def size_of(make: Callable[[], Any], *, heads: int | None = None, **given: int | None) -> ModelSize:
     """The sizes of what ``make`` returns: a model, or a model and its inputs. Nothing of any size is allocated.
 
     Args:
         heads: attention heads; else what an attention module says, else 128 wide.
-        told: ``layers``, ``hidden`` or ``vocab``, in place of what is read.
+        given: ``layers``, ``hidden`` or ``vocab``, in place of what is read.
 
     Raises:
         UnsupportedError: no model, or one without parameters.
@@ -30,7 +30,7 @@ def size_of(make: Callable[[], Any], *, heads: int | None = None, **told: int | 
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     if not shapes:
         raise UnsupportedError("the model has no parameters", "give one that can be trained")
-    return size_of_shapes(shapes, heads=heads or next(_heads(model), None), **told)
+    return size_of_shapes(shapes, heads=heads or next(_heads(model), None), **given)
 
 
 def _heads(model: nn.Module) -> Iterator[int]:

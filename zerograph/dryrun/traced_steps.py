@@ -62,7 +62,7 @@ class Steps:
             SizeError: the model cannot be run at that size.
             UnsupportedError: what it computes depends on the size in too many ways.
         """
-        step = self._known.get(size) or self._told(size)
+        step = self._known.get(size) or self._interpolated(size)
         if step is None and size not in self._failed:
             self.confirm(size)
             step = self._known.get(size)
@@ -83,9 +83,9 @@ class Steps:
         """
         if size in self._known or size in self._failed or (self._end is not None and size >= self._end):
             return True
-        told = self._told(size)
+        guess = self._interpolated(size)
         if self._runs(size):
-            return told == self._known[size]
+            return guess == self._known[size]
         if size > self.start:
             self._find_end(size)
         return False
@@ -96,7 +96,7 @@ class Steps:
         self._known[size], self._outlines[size] = frame.step, outline(frame.step)
         self.states, self.tokens[size] = compiled.states, compiled.tokens
 
-    def _told(self, size: int) -> Step | None:
+    def _interpolated(self, size: int) -> Step | None:
         """The step at ``size`` by the traces nearest to it; None where too few of these do the same operations."""
         near = sorted(self._known, key=lambda n: (abs(n - size), n))
         chosen: list[int] = []

@@ -17,14 +17,14 @@ from zerograph.core.machine import PRESETS, Link, Machine, published_rates
 from zerograph.measure.crew import run_ranks
 from zerograph.measure.disk import Disk, measure_disk
 from zerograph.measure.host import Others, cores, host_memory, may_have_gpu
-from zerograph.measure.job import QUICK, Answer, Effort, Job
+from zerograph.measure.job import QUICK, Effort, Job, RankReport
 from zerograph.measure.timing import fit_link
 
 __all__ = ["QUICK", "Effort", "measure"]
 
 log = logging.getLogger(__name__)
 DISTURBED = 0.1
-"""Share of the processors from which on what others take is told: a rank that shares its core has half of it."""
+"""Share of the processors from which on what others take is printed: a rank that shares its core has half of it."""
 
 
 def measure(
@@ -55,7 +55,7 @@ def measure(
     tell("measuring the disk")
     disk = measure_disk(path, effort.disk, effort.disk_seconds)
     others = Others()
-    answers = run_ranks(Job(device, world, effort), tell)
+    reports = run_ranks(Job(device, world, effort), tell)
     share = others.share
     if share > DISTURBED:
         log.warning(
@@ -63,7 +63,7 @@ def measure(
             "hint: measure again when they are idle",
             100 * share,
         )
-    return _machine(device, answers, disk, share)
+    return _machine(device, reports, disk, share)
 
 
 def _devices() -> tuple[Literal["cuda", "cpu"], int]:
@@ -75,35 +75,35 @@ def _devices() -> tuple[Literal["cuda", "cpu"], int]:
     return "cpu", 0
 
 
-def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Disk, others: float) -> Machine:
-    world = len(answers)
+def _machine(device: Literal["cuda", "cpu"], reports: Sequence[RankReport], disk: Disk, others: float) -> Machine:
+    world = len(reports)
     like = PRESETS["cpu" if device == "cpu" else "a100-80gb"]
     # Nothing between ranks can be measured on one: the preset's figure stands in, and the notes say so.
-    intra = _intra(answers) or like.intra
+    intra = _intra(reports) or like.intra
     memory = host_memory()
     return Machine(
         name=platform.node() or "measured",
         device=device,
-        device_memory=memory // world if device == "cpu" else min(a.device_memory for a in answers),
-        device_bandwidth=min(a.bandwidth for a in answers),
-        matmul=_slowest([a.matmul for a in answers]),
-        vector=_slowest([a.vector for a in answers]),
-        launch=max(a.launch for a in answers),
+        device_memory=memory // world if device == "cpu" else min(a.device_memory for a in reports),
+        device_bandwidth=min(a.bandwidth for a in reports),
+        matmul=_slowest([a.matmul for a in reports]),
+        vector=_slowest([a.vector for a in reports]),
+        launch=max(a.launch for a in reports),
         ranks_per_node=world,
         host_memory=memory,
         nvme_capacity=disk.capacity,
         nvme_read=disk.read,
         nvme_write=disk.write,
         nvme_both=disk.both,
-        h2d=_slower([a.h2d for a in answers]),
-        d2h=_slower([a.d2h for a in answers]),
+        h2d=_slower([a.h2d for a in reports]),
+        d2h=_slower([a.d2h for a in reports]),
         intra=intra,
         inter=Link(min(like.inter.rate, intra.rate), max(like.inter.latency, intra.latency)),
-        update=Link(min(a.update.rate for a in answers), max(a.update.latency for a in answers)),
-        cpu_optimizer=sum(a.optimizer for a in answers),
-        published=published_rates(answers[0].gpu),
+        update=Link(min(a.update.rate for a in reports), max(a.update.latency for a in reports)),
+        cpu_optimizer=sum(a.optimizer for a in reports),
+        published=published_rates(reports[0].gpu),
         disturbed=round(others, 2) if others > DISTURBED else 0.0,
-        notes=_notes(answers, disk, others),
+        notes=_notes(reports, disk, others),
     )
 
 
@@ -116,13 +116,13 @@ def _slower(links: Sequence[Link]) -> Link:
     return min(links, key=lambda link: link.rate)
 
 
-def _intra(answers: Sequence[Answer]) -> Link | None:
+def _intra(reports: Sequence[RankReport]) -> Link | None:
     """All-gathers as bus bandwidth: of the full tensor a rank receives what the other ranks hold."""
-    world = len(answers)
+    world = len(reports)
     if world == 1:
         return None
     samples = []
-    for of_ranks in zip(*(a.gathers for a in answers), strict=True):  # one size
+    for of_ranks in zip(*(a.gathers for a in reports), strict=True):  # one size
         size, rounds = of_ranks[0][0], zip(*(rounds for _, rounds in of_ranks), strict=True)
         # Of a repetition the slowest rank's time, since a collective ends when all have ended; of a round the fastest
         # repetition, since all ranks wait for one that is disturbed.
@@ -131,9 +131,9 @@ def _intra(answers: Sequence[Answer]) -> Link | None:
     return fit_link(samples)
 
 
-def _notes(answers: Sequence[Answer], disk: Disk, others: float) -> str:
-    ranks, kind = len(answers), "O_DIRECT" if disk.direct else "through the page cache"
-    notes = [f"{ranks} rank{'s' * (ranks > 1)}", f"torch {answers[0].torch}", answers[0].transport]
+def _notes(reports: Sequence[RankReport], disk: Disk, others: float) -> str:
+    ranks, kind = len(reports), "O_DIRECT" if disk.direct else "through the page cache"
+    notes = [f"{ranks} rank{'s' * (ranks > 1)}", f"torch {reports[0].torch}", reports[0].transport]
     notes += [f"disk {disk.file_system}, {kind}"]
     notes += ["inter is a guess: one host was measured"] + ["so is intra: one rank"] * (ranks == 1)
     return "; ".join([*notes, f"other processes took {others:.0%} of the processors"])

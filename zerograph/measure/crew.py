@@ -15,15 +15,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from zerograph.core.errors import RankError, ZeroGraphError
-from zerograph.measure.job import Answer, Job
+from zerograph.measure.job import Job, RankReport
 
 LIMIT = 180.0
 """Seconds until ranks that say nothing are given up."""
 _HINT = "zerograph doctor says what does not work here; ZEROGRAPH_DEBUG=1 shows tracebacks"
 
 
-def run_ranks(job: Job, tell: Callable[[str], None]) -> list[Answer]:
-    """The answers of all ranks, in order; ``tell`` is called with what rank 0 measures.
+def run_ranks(job: Job, tell: Callable[[str], None]) -> list[RankReport]:
+    """The reports of all ranks, in order; ``tell`` is called with what rank 0 measures.
 
     Raises:
         RankError: a rank failed, ended, or said nothing for :data:`LIMIT` seconds.
@@ -44,15 +44,15 @@ def run_ranks(job: Job, tell: Callable[[str], None]) -> list[Answer]:
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            answers = _answers(pipes, tell)
+            reports = _gather_reports(pipes, tell)
             _end(processes, patience=10.0)
-            return answers
+            return reports
         finally:
             _end(processes, patience=0.0)  # after a failure the others may wait for the rank that is gone
 
 
 def serve(job: Job, rank: int, store: str, pipe: Connection) -> None:
-    """The body of a rank's process: says what it does, then answers, or says why it cannot."""
+    """The body of a rank's process: says what it does, then reports, or says why it cannot."""
     try:
         # By name: the parent never imports it, and with it torch.
         work = importlib.import_module("zerograph.measure.rank").work
@@ -65,11 +65,11 @@ def serve(job: Job, rank: int, store: str, pipe: Connection) -> None:
         sys.exit(1)
 
 
-def _answers(pipes: list[Connection], tell: Callable[[str], None]) -> list[Answer]:
-    answers: dict[int, Answer] = {}
+def _gather_reports(pipes: list[Connection], tell: Callable[[str], None]) -> list[RankReport]:
+    reports: dict[int, RankReport] = {}
     deadline = time.monotonic() + LIMIT
-    while len(answers) < len(pipes):
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
+    while len(reports) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in reports}
         ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankError(f"ranks {sorted(waiting.values())} said nothing for {LIMIT:.0f} s", _HINT)
@@ -80,18 +80,18 @@ def _answers(pipes: list[Connection], tell: Callable[[str], None]) -> list[Answe
             if isinstance(message, str):
                 tell(message)
             else:
-                answers[waiting[pipe]] = message
-    return [answers[rank] for rank in range(len(pipes))]
+                reports[waiting[pipe]] = message
+    return [reports[rank] for rank in range(len(pipes))]
 
 
-def _received(pipe: Connection, rank: int) -> str | Answer:
+def _received(pipe: Connection, rank: int) -> str | RankReport:
     try:
         message = pipe.recv()
     except EOFError:
         raise RankError(f"rank {rank} ended while it measured", _HINT) from None
     if isinstance(message, Exception):
         raise message
-    assert isinstance(message, str | Answer)
+    assert isinstance(message, str | RankReport)
     return message
 
 

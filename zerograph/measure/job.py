@@ -39,7 +39,7 @@ QUICK = Effort(seconds=0.02, elements=2**18, matmul=128, gathers=(2**16, 2**20),
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job that every rank is told."""
+    """The job that every rank is given."""
 
     device: Literal["cuda", "cpu"]
     world_size: int
@@ -56,7 +56,7 @@ Gathers = tuple[tuple[int, tuple[tuple[float, ...], ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankReport:
     """The measurements of one rank: bytes, seconds and rates as in :class:`~zerograph.core.machine.Machine`.
 
     ``gathers`` holds, for every size of the full tensor, the seconds of the repetitions of each round; ``optimizer`` is

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerograph.core.machine import DTYPES, Link
 from zerograph.core.step import Param
-from zerograph.measure.job import Answer, Effort, Gathers, Job
+from zerograph.measure.job import Effort, Gathers, Job, RankReport
 from zerograph.measure.timing import ROUNDS, median_of, seconds_of
 from zerograph.runtime.comm.collectives import Communicator, connect
 
@@ -27,7 +27,7 @@ _PIECE = 4 * 2**20  # bytes of collectives per sample
 _GATHERS = 5  # samples per round
 
 
-def work(job: Job, rank: int, store: str, tell: Callable[[str], None]) -> Answer:
+def work(job: Job, rank: int, store: str, tell: Callable[[str], None]) -> RankReport:
     """Join the group of ``job`` as ``rank``, measure, and leave; ``store`` is a file for the ranks to meet at."""
     torch.set_num_threads(job.threads)
     device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
@@ -38,7 +38,7 @@ def work(job: Job, rank: int, store: str, tell: Callable[[str], None]) -> Answer
     try:
         assert dist.group.WORLD is not None
         communicator = connect(dist.group.WORLD, device) if job.world_size > 1 else None
-        return Lab(device, job, tell, communicator).answer()
+        return Lab(device, job, tell, communicator).report()
     finally:
         dist.destroy_process_group()
 
@@ -57,7 +57,7 @@ class Lab:
         """How long and how large."""
         return self.job.effort
 
-    def answer(self) -> Answer:
+    def report(self) -> RankReport:
         """The median of all rounds, and every all-gather of them."""
         rounds = []
         for number in range(1, ROUNDS + 1):
@@ -71,13 +71,13 @@ class Lab:
         """Median seconds of ``call`` in this round, tried for that share of the seconds of a measurement."""
         return seconds_of(call, self.finish, share * self.effort.seconds / ROUNDS)
 
-    def round(self) -> Answer:
+    def round(self) -> RankReport:
         """Everything once, in order."""
         free = torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else 0
         matmul = {dtype: self.matmul(dtype) for dtype in DTYPES}
         vector = {dtype: self.vector(dtype, matmul) for dtype in DTYPES}
         h2d, d2h = self.copies()
-        return Answer(
+        return RankReport(
             torch=torch.__version__,
             transport=self.communicator.name if self.communicator is not None else "no collectives",
             device_memory=free,

@@ -33,7 +33,7 @@ from zerograph.runtime.homes.host import Transfer
 from zerograph.runtime.homes.locations import COPY, GRADIENT, PARAMETER
 from zerograph.runtime.homes.nvme import Priority, Ticket
 from zerograph.runtime.homes.shards import ShardStore
-from zerograph.runtime.timings import Purpose, ToldUpdate
+from zerograph.runtime.timings import Purpose, TimedUpdate
 
 
 class Stored(NamedTuple):
@@ -99,7 +99,7 @@ class Stream:
         # Of members in several chunks: their counts, and copies that all chunks but the last increment.
         self._counts: list[tuple[Tensor, Tensor]] = []
         self._chunks: list[_StoredChunk] = []
-        self._told: ToldUpdate | None = None
+        self._timed: TimedUpdate | None = None
         places = {_place(m) for part in self.parts for m in part.members}
         self._mastered = {_place(m) for part in self.parts if part.mastered for m in part.members}
         blocks = dict.fromkeys(_place(m).block for part in self.parts for m in part.members)
@@ -207,7 +207,7 @@ class Stream:
                 with contextlib.suppress(Exception):
                     copy.arrive()
             chunk.under_way, chunk.copies, chunk.is_ahead = [], [], False
-        self._told = None
+        self._timed = None
 
     def run(self, rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: float) -> None:
         """Update everything that has a gradient, and return when all is written.
@@ -243,7 +243,7 @@ class Stream:
                 lambda chunk, *times: self._store.timings.add("cpu_update", self._purpose(chunk), *times),
             )
             self._store.slots.has_run(self)
-            self._update.ended, self._told = True, None
+            self._update.ended, self._timed = True, None
         except BaseException as error:
             owner = self._owner()
             assert owner is not None  # its step runs
@@ -336,11 +336,11 @@ class Stream:
         self._transfer(transfer, chunk, kinds, Priority.now)
 
     @property
-    def _update(self) -> ToldUpdate:
+    def _update(self) -> TimedUpdate:
         """The update that is under way, or is read ahead for."""
-        if self._told is None:
-            self._told = self._store.timings.update()
-        return self._told
+        if self._timed is None:
+            self._timed = self._store.timings.update()
+        return self._timed
 
     def _purpose(self, chunk: _StoredChunk) -> Purpose:
         return chunk.block.purpose("states", self._update)

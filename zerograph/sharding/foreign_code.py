@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerograph.core.errors import CheckpointError, ShardingError, UnsupportedError
 from zerograph.sharding.adopt import wrapped_by
-from zerograph.sharding.torch_private import answer_op, before
+from zerograph.sharding.torch_private import before, handle_op
 
 
 def explain_shards() -> None:
     """From now on have errors of ours where other code meets shards. Idempotent; for the whole process."""
     c10d = torch.ops.c10d
     for op in (c10d.broadcast_, c10d.allreduce_, c10d.allreduce_coalesced_, c10d.reduce_):
-        answer_op(op.default, _refuse_collective)
+        handle_op(op.default, _refuse_collective)
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
         before(wrapper, "__init__", _refuse_wrapper)
     before(safetensors.torch, "_find_shared_tensors", _refuse_in_file)

@@ -357,7 +357,7 @@ def before(owner: Any, name: str, check: Callable[..., None]) -> None:
 
 
 def files_written(writer: FileSystemWriter, results: Sequence[Sequence[WriteResult]]) -> list[Path]:
-    """The files that ranks have written of a checkpoint, by what they told; none where they are no files of a host.
+    """The files that ranks have written of a checkpoint, by their results; none where they are no files of a host.
 
     A writer's file system and a result's file have no public names. Seen in 2.11, 2.13.
     """
@@ -365,11 +365,11 @@ def files_written(writer: FileSystemWriter, results: Sequence[Sequence[WriteResu
 
     if not isinstance(writer.fs, FileSystem):
         return []
-    names = dict.fromkeys(result.storage_data.relative_path for told in results for result in told)
+    names = dict.fromkeys(result.storage_data.relative_path for own in results for result in own)
     return [Path(writer.path) / name for name in names]
 
 
-def answer_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+def handle_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Have DTensor call ``handler`` for ``op``, with it and its arguments; idempotent.
 
     The table of handlers is one per process and not public. Seen in 2.11, 2.13.
@@ -385,4 +385,4 @@ def unscale_in_order(in_order: Callable[[Sequence[DTensor]], list[DTensor]]) -> 
         grads, *others = args
         found_inf_reduce_handler(op, (in_order(grads), *others), kwargs)
 
-    answer_op(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, handler)
+    handle_op(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, handler)

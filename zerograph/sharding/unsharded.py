@@ -298,11 +298,11 @@ def _open(call: EagerForward) -> None:
         return
     unsharded.open(what)
     call.opened = unsharded
-    if what not in reads.told and reads.comm.rank == 0:
+    if what not in reads.warned and reads.comm.rank == 0:
         log.warning(
             "the %s is not compiled: its parameters (%s), and then their gradients, are whole on every rank until the "
             "backward ends; ranks may read different ones",
             what,
             format_bytes(unsharded.bytes),
         )
-    reads.told.add(what)
+    reads.warned.add(what)

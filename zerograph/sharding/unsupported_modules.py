@@ -1,4 +1,4 @@
-"""Modules that would compute something else once sharded, or cannot be: told before anything is changed."""
+"""Modules that would compute something else once sharded, or cannot be: reported before anything is changed."""
 
 from __future__ import annotations
 

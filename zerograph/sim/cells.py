@@ -104,7 +104,7 @@ class Cells:
                 cell.gathered, cell.name = True, program.label(instruction)
                 self._whole[instruction.bucket, instruction.tile] = cell
                 if buffered:
-                    cell.bytes = 0  # the buffer is told of by itself
+                    cell.bytes = 0  # the buffer is listed by itself
         if not isinstance(instruction, Collective):
             for register in instruction.dead:
                 self._die(register, task)

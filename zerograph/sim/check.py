@@ -2,8 +2,8 @@
 
 Those of the design's invariants that programs tell: every read finds its value on the tier that it needs; gathers and
 frees balance, nothing is used after it is free, and no bucket is gathered while it is whole. By a plan more is true of
-a whole step (:mod:`zerograph.sim.check_step`): every trained shard is reduced once and updated once. Peaks are told by
-:mod:`zerograph.sim.simulate`, and that ranks agree by the digest of a program's collectives.
+a whole step (:mod:`zerograph.sim.check_step`): every trained shard is reduced once and updated once. Peaks are listed
+by :mod:`zerograph.sim.simulate`, and that ranks agree by the digest of a program's collectives.
 """
 
 from __future__ import annotations

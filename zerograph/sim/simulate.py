@@ -1,6 +1,6 @@
 """Programs over time: when each instruction runs, and what every tier holds meanwhile. No torch in here.
 
-Every rule of a step is told here, once, for the planner's coarse programs and for those that run:
+Every rule of a step is written here, once, for the planner's coarse programs and for those that run:
 
 - A stream runs its instructions in program order, one at a time.
 - An instruction that computes waits for what it reads, and for the waits that stand before it.
@@ -8,7 +8,7 @@ Every rule of a step is told here, once, for the planner's coarse programs and f
   program has ended. Where nothing overlaps, as on a CPU, the next compute comes after any collective.
 - A bucket that is whole is not gathered again, and is whole until it is freed and not kept.
 - Memory is taken when the instruction starts that writes a register of it first, and given back at the end of the last
-  that names one dead; what a segment holds meanwhile is told in :mod:`zerograph.core.segment_profile`. A transfer
+  that names one dead; what a segment holds meanwhile is written in :mod:`zerograph.core.segment_profile`. A transfer
   allocates its result when it starts. A collective gives back what it reads at its end; where nothing overlaps, at the
   end of what computes before the wait.
 - Where buckets use buffers again, as between CPU ranks, a gathered one takes its buffer when it is waited for.
@@ -99,7 +99,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
     """Run ``programs``.
 
     Args:
-        cells: told what is alive, where registers may share memory; else each has its own, and nobody asks what waited
+        cells: given what is alive, where registers may share memory; else each has its own, and nobody asks what waited
             for what.
     """
     run = Tasks()

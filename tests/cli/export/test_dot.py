@@ -63,6 +63,6 @@ def test_nodes_have_measured_seconds(tmp_path: Path) -> None:
     for span in file.forecast.spans:
         assert graph.nodes[str(span.task)]["measured"] == pytest.approx(3 * (span.end - span.start))
     dot.write_dot(file, tmp_path / "plan.dot", beside(file, 3.0))
-    (told,) = pydot.graph_from_dot_file(str(tmp_path / "plan.dot"))
-    labels = {n.get_name(): n.get("label") for n in told.get_nodes()}
+    (drawn,) = pydot.graph_from_dot_file(str(tmp_path / "plan.dot"))
+    labels = {n.get_name(): n.get("label") for n in drawn.get_nodes()}
     assert labels["1"] == '"forward blocks.0\\n5 ms (15 ms measured)"'

@@ -86,9 +86,9 @@ def test_a_click_shows_what_is_held(opened: Opener) -> None:
     assert shown.get_by_role("heading").inner_text() == "backward blocks.2"
     for fact in ("blocks.2", "model.py:42", "for 10 ms", "gather blocks.2", "reduce blocks.2"):
         assert fact in shown.inner_text()
-    told = [cell.split("\n") for cell in shown.get_by_role("rowheader").all_inner_texts()]
-    assert ["blocks.2.saved", "blocks.2 · model.py:42"] in told, "where a tensor comes from stands beside its name"
-    assert sorted(name for name, *_ in told) == sorted(
+    seen = [cell.split("\n") for cell in shown.get_by_role("rowheader").all_inner_texts()]
+    assert ["blocks.2.saved", "blocks.2 · model.py:42"] in seen, "where a tensor comes from stands beside its name"
+    assert sorted(name for name, *_ in seen) == sorted(
         h.name for h in file.holdings if h.held_at(span.start, file.forecast.spans)
     )
     assert backward.get_attribute("aria-pressed") == "true"
@@ -474,6 +474,6 @@ def test_a_run_stands_below_the_plan(opened: Opener, tmp_path: Path, scheme: str
     page.screenshot(path=tmp_path / "measured.png", full_page=True)
     page.get_by_role("button", name=re.compile(r"^backward blocks\.2, compute, run")).click()
     assert "Measured device memory is one curve: a run tells how much is held" in page.locator("#kinds").inner_text()
-    told = page.locator("#instruction").inner_text()
-    assert "A run tells how much is held, and not what." in told and "Critical path" not in told
-    assert "for 20 ms" in told
+    seen = page.locator("#instruction").inner_text()
+    assert "A run tells how much is held, and not what." in seen and "Critical path" not in seen
+    assert "for 20 ms" in seen

@@ -50,7 +50,7 @@ def test_names_on_bands_can_be_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("eye", SEEN)
-def test_any_two_kinds_are_told_apart(eye: str) -> None:
+def test_any_two_kinds_are_distinguished(eye: str) -> None:
     def seen(colour: str) -> tuple[float, float, float]:
         rgb = linear(colour)
         return lab(tuple(min(1.0, max(0.0, sum(a * b for a, b in zip(row, rgb, strict=True)))) for row in SEEN[eye]))

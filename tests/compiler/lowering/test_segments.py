@@ -95,13 +95,13 @@ def test_only_kernels_of_a_cpu_are_prepared_for(
     assert len(calls) == prepares
 
 
-def test_cuda_graphs_that_segments_do_not_become_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_cuda_graphs_that_segments_do_not_become_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     for device in ("cpu", "cuda"):
         with inductor_config.patch({"triton.cudagraphs": True}):
             SegmentCache("inductor").prepare(torch.device(device))
     SegmentCache("inductor").prepare(torch.device("cuda"))
-    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told.startswith("torch._inductor.config.triton.cudagraphs is on")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("torch._inductor.config.triton.cudagraphs is on")
 
 
 def test_what_could_not_be_prepared_is_for_the_first_kernel_to_say(

@@ -8,7 +8,7 @@ import pytest
 from plans import plan_file, run_of
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.files.reading import check_writable, read_plan, read_run, told_digest
+from zerograph.core.files.reading import check_writable, read_plan, read_run, stored_digest
 
 
 def test_a_plan_that_was_changed_is_read_where_that_is_the_point(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_a_plan_that_was_changed_is_read_where_that_is_the_point(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"plan\.json: the plan was changed"):
         read_plan(path)
     assert read_plan(path, verify=False).model == "other.py:make"
-    assert told_digest(path) == file.digest != read_plan(path, verify=False).digest
+    assert stored_digest(path) == file.digest != read_plan(path, verify=False).digest
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -25,13 +25,13 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(file.to_json())
     (tmp_path / "run.json").write_text(run_of(file).to_json())
     assert read_plan(tmp_path / "plan.json") == file
-    assert told_digest(tmp_path / "plan.json") == file.digest
+    assert stored_digest(tmp_path / "plan.json") == file.digest
     assert read_run(tmp_path / "run.json") == run_of(file)
 
 
 @pytest.mark.parametrize("read", [read_plan, read_run])
 @pytest.mark.parametrize("content", [b"", b"[1, 2]", b'"text"', b"\xff\xfe\x00", b'{"digest', b"{}"])
-def test_what_is_something_else_is_told_with_its_name(tmp_path: Path, read: object, content: bytes) -> None:
+def test_what_is_something_else_is_reported_with_its_name(tmp_path: Path, read: object, content: bytes) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -39,7 +39,7 @@ def test_what_is_something_else_is_told_with_its_name(tmp_path: Path, read: obje
     assert str(caught.value).startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize("read", [read_plan, read_run, told_digest])
+@pytest.mark.parametrize("read", [read_plan, read_run, stored_digest])
 def test_what_cannot_be_read(tmp_path: Path, read: object) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file"):
         read(tmp_path / "none.json")  # type: ignore[operator]

@@ -81,6 +81,6 @@ def test_parameters_are_counted_exactly() -> None:
     assert size_of_shapes(experts()).parameters == 2 * (32 + 2 * 4 * 192) + 800
 
 
-def test_what_is_told_replaces_what_was_read() -> None:
+def test_what_is_given_replaces_what_was_read() -> None:
     size = size_of_shapes(llama(), heads=2, layers=9, vocab=7)
     assert (size.heads, size.layers, size.hidden, size.vocab) == (2, 9, 8, 7)

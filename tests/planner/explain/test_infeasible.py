@@ -82,7 +82,7 @@ def test_what_is_needed_of_a_tier_is_what_the_formulas_say() -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_that_is_told_about_is_less_over_than_any_that_offloads_all() -> None:
+def test_the_plan_that_is_reported_is_less_over_than_any_that_offloads_all() -> None:
     """Device and host are both short: plans that spread over both beat those that fill one of them."""
     step = step_of([Layer(rows=2**24)] * 3)
     search = Search(step, Constraints("auto", 8, offload="auto"), MACHINE)
@@ -154,7 +154,7 @@ def test_twice_the_ranks_share_one_host() -> None:
     assert "world size 8: 129 MiB less, not enough alone" in error.hint
 
 
-def test_stage_0_is_told_to_shard() -> None:
+def test_stage_0_shards_where_it_is_asked_to() -> None:
     step = of_kinds(step_of([Layer(rows=2**20, stream=1024, inside=4096)] * 4), [(False, True)] * 4)
     error = infeasible(Search(step, Constraints(0, 8), MACHINE), step, MACHINE, 40 * 2**20)
     assert 'stage="auto": ' in error.hint and "then it fits" in error.hint

@@ -20,12 +20,12 @@ def sized(n: int, squared: int = 0) -> Step:
 
 
 @given(sizes=st.lists(st.integers(2, 10**6), min_size=2, max_size=3, unique=True), size=st.integers(1, 10**7))
-def test_what_grows_in_proportion_is_told_by_two_sizes(sizes: list[int], size: int) -> None:
+def test_what_grows_in_proportion_is_interpolated_from_two_sizes(sizes: list[int], size: int) -> None:
     assert interpolated({n: sized(n) for n in sizes}, size) == sized(size)
 
 
 @given(sizes=st.lists(st.integers(2, 10**5), min_size=3, max_size=3, unique=True), size=st.integers(1, 10**6))
-def test_what_grows_with_the_square_is_told_by_three(sizes: list[int], size: int) -> None:
+def test_what_grows_with_the_square_is_interpolated_from_three(sizes: list[int], size: int) -> None:
     assert interpolated({n: sized(n, 3) for n in sizes}, size) == sized(size, 3)
 
 

@@ -224,9 +224,9 @@ def test_what_is_left_open_is_never_slower_than_what_is_fixed(recompute: str | f
     low, high = search.best[0].peak, fixed.best[-1].peak
     for share in range(21):
         budget = low + share * (high - low) // 20
-        free, told = search.within(budget), fixed.within(budget)
+        free, forced = search.within(budget), fixed.within(budget)
         assert free is not None
-        assert told is None or free.seconds <= told.seconds * 1.01, share
+        assert forced is None or free.seconds <= forced.seconds * 1.01, share
 
 
 def test_one_process_that_moves_no_parameters_replays_tiles_of_the_loss() -> None:

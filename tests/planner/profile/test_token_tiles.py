@@ -101,10 +101,10 @@ def test_with_less_memory_than_one_layer_takes_tokens_are_in_tiles() -> None:
         last = best.seconds
 
 
-def test_tiles_of_tokens_that_were_told_are_searched_alone() -> None:
+def test_tiles_of_tokens_that_were_given_are_searched_alone() -> None:
     step = wide()
-    told = Constraints.of(Config.of(stage=3, token_tiles=8, memory="80GiB"), WORLD)
-    assert {c.plan.token_tiles for c in Search(step, told, GPU).best} == {8}
+    given = Constraints.of(Config.of(stage=3, token_tiles=8, memory="80GiB"), WORLD)
+    assert {c.plan.token_tiles for c in Search(step, given, GPU).best} == {8}
     one = Constraints.of(Config.of(stage=3, token_tiles=1, memory="80GiB"), WORLD)
     assert {c.plan.token_tiles for c in Search(step, one, GPU).best} == {1}
 

@@ -98,7 +98,7 @@ def test_the_gradient_of_an_output_is_held_until_it_is_read_last() -> None:
     assert max(h.last for h in given) == computes, "the last layer's backward reads it, and no other"
 
 
-def test_only_on_a_cpu_is_the_growth_of_the_process_told() -> None:
+def test_only_on_a_cpu_is_the_growth_of_the_process_reported() -> None:
     found, _ = seen(3)
     assert found.resident is not None
     assert found.resident.peak == found.forecast.peaks["device"].bytes

@@ -141,7 +141,7 @@ def test_nothing_is_recomputed_without_a_backward() -> None:
     assert recomputed("full", _LAYERS, training=False).recompute == ()
 
 
-def test_a_graph_without_layers_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_without_layers_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "zerograph"):
         recomputed("auto", ["up", "down"])
         recomputed("none", ["up", "down"])

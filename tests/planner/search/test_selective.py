@@ -188,12 +188,12 @@ def test_a_plan_of_another_program_saves_what_this_one_makes() -> None:
     assert restricted_to_step(replace(plan, save=("blocks.0:up", "blocks.0:dropped")), step) == here
 
 
-def test_layers_are_told_in_runs() -> None:
-    def told(*layers: str, save: tuple[str, ...] = ()) -> str:
+def test_layers_are_reported_in_runs() -> None:
+    def described(*layers: str, save: tuple[str, ...] = ()) -> str:
         return recomputed(Plan(3, 2, (), 1, layers, save))
 
-    assert told("h.0") == "1 layer recomputed in the backward: h.0"
-    assert told("h.0", "h.1", "h.2") == "3 layers recomputed in the backward: h.0 to h.2"
-    assert told("a.0", "a.1", "b.1", "b.3").endswith("a.0 to a.1, b.1, b.3")
-    assert told(*(f"h.{2 * i}" for i in range(6))).endswith("h.0, h.2, h.4, h.6, and 2 more")
-    assert told("h.0", "h.1", save=("h.0.mlp:mm", "h.1.mlp:mm")).endswith("h.0 to h.1, but for mlp:mm of 2")
+    assert described("h.0") == "1 layer recomputed in the backward: h.0"
+    assert described("h.0", "h.1", "h.2") == "3 layers recomputed in the backward: h.0 to h.2"
+    assert described("a.0", "a.1", "b.1", "b.3").endswith("a.0 to a.1, b.1, b.3")
+    assert described(*(f"h.{2 * i}" for i in range(6))).endswith("h.0, h.2, h.4, h.6, and 2 more")
+    assert described("h.0", "h.1", save=("h.0.mlp:mm", "h.1.mlp:mm")).endswith("h.0 to h.1, but for mlp:mm of 2")

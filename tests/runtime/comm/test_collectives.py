@@ -100,18 +100,18 @@ def test_elements_may_lie_in_any_order(transport: str) -> None:
 
 def _differ(transport: str) -> tuple[str, str]:
     """What ranks say that begin different programs, and that have taken different numbers of steps."""
-    comm, rank, told = opened(transport), dist.get_rank(), []
+    comm, rank, texts = opened(transport), dist.get_rank(), []
     for entry in (Entry(f"program {rank}", rank, 0), Entry("program", 2, rank)):
         with pytest.raises(CollectiveMismatch) as caught, together(comm, entry):
             pass  # the mailbox compares at the end
-        told.append(str(caught.value))
+        texts.append(str(caught.value))
     with together(comm, Entry("the same", 3, 5)):
         assert comm.generation == 2 and comm.steps == 5
-    return told[0], told[1]
+    return texts[0], texts[1]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_enter_different_programs_are_all_told_and_go_on(transport: str) -> None:
+def test_ranks_that_enter_different_programs_are_all_reported_and_go_on(transport: str) -> None:
     for rank, (programs, steps) in enumerate(run(2, _differ, transport)):
         assert programs.startswith(f"rank {rank} and rank {1 - rank} are about to run different programs")
         assert "program 0" in programs and "program 1" in programs
@@ -124,8 +124,8 @@ def _fails(transport: str) -> None:
         with pytest.raises(ZeroDivisionError), together(comm, Entry("program", 1, 0)):
             raise ZeroDivisionError("by rank 0")
     else:
-        told = "rank 0 failed: ZeroDivisionError: by rank 0"
-        with pytest.raises(RankError, match=told), together(comm, Entry("program", 1, 0)):
+        text = "rank 0 failed: ZeroDivisionError: by rank 0"
+        with pytest.raises(RankError, match=text), together(comm, Entry("program", 1, 0)):
             comm.finish_gather(comm.start_gather([PARAMS[0]], [rows(PARAMS[0], values(PARAMS[0]))]))
     comm.rejoin()
     with together(comm, Entry("the next", 2, 0)):

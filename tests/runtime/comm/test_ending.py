@@ -27,7 +27,7 @@ def test_ranks_are_named_with_their_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "told"),
+    ("why", "texts"),
     [
         (Ending(2, "error", "ValueError: boom"), "rank 0 cannot go on here: rank 2 (b) failed: ValueError: boom"),
         (Ending(2, "process", gone=(3,)), "rank 0 cannot go on here: rank 3 (b) ended; reports"),
@@ -43,9 +43,9 @@ def test_ranks_are_named_with_their_hosts() -> None:
         (Ending(2, "difference", "ranks differ", "a hint"), "ranks differ"),
     ],
 )
-def test_what_is_raised(why: Ending, told: str) -> None:
+def test_what_is_raised(why: Ending, texts: str) -> None:
     error = Ending.from_json(why.to_json()).error("rank 0 cannot go on here", HOSTS, "reports")
-    assert str(error).partition("\n\n")[0] == told and error.hint
+    assert str(error).partition("\n\n")[0] == texts and error.hint
     assert isinstance(error, CollectiveMismatch if why.kind == "difference" else RankError)
 
 
@@ -112,10 +112,10 @@ def test_a_killed_rank_is_named_and_nobody_else(tmp_path: Path, transport: str) 
         )
         for rank in range(3)
     ]
-    told = [process.communicate(timeout=90)[0] for process in processes]
+    texts = [process.communicate(timeout=90)[0] for process in processes]
     assert processes[2].returncode == -9
     for rank in range(2):
-        assert told[rank].startswith(f"rank {rank} cannot go on "), told[rank]
-        first = told[rank].partition("\n")[0]
+        assert texts[rank].startswith(f"rank {rank} cannot go on "), texts[rank]
+        first = texts[rank].partition("\n")[0]
         assert ("lost rank 2: a connection of rank" if transport == "group" else "rank 2 ended") in first
         assert "failed" not in first

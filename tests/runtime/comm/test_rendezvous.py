@@ -59,11 +59,11 @@ def test_errors_leave_no_keys_behind(tmp_path: Path) -> None:
 def test_void_keys_are_gone_when_ranks_have_met(tmp_path: Path) -> None:
     participants = ranks(tmp_path)
     for rank, rendezvous in enumerate(participants):
-        rendezvous.store.set(f"told/{rank}", "")
+        rendezvous.store.set(f"sent/{rank}", "")
         rendezvous.fail("boom")
-    participants[0].void.append("told/0")
+    participants[0].void.append("sent/0")
     meet(participants)
-    assert [participants[1].store.has(f"told/{rank}") for rank in range(2)] == [False, True]
+    assert [participants[1].store.has(f"sent/{rank}") for rank in range(2)] == [False, True]
     assert not participants[0].void
 
 

@@ -58,7 +58,7 @@ def test_who_waits_in_vain(other: WaitedPlace, in_vain: bool) -> None:
     assert not plan.deadlocks_with(WaitedPlace(1, 5, "plan", "for a plan"))
 
 
-def asks(what: str, rank: int) -> Callable[[Rendezvous], None]:
+def waits(what: str, rank: int) -> Callable[[Rendezvous], None]:
     return lambda rendezvous: rendezvous.wait({rank: f"{what}/{rank}"}, f"for rank {rank} to tell {what}", what)
 
 
@@ -70,10 +70,10 @@ def runs(rendezvous: Rendezvous) -> None:
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("other", [asks("a plan", 1), runs], ids=["asks for something else", "runs"])
-def test_ranks_at_different_places_are_told_at_once(tmp_path: Path, other: Callable[[Rendezvous], None]) -> None:
+@pytest.mark.parametrize("other", [waits("a plan", 1), runs], ids=["asks for something else", "runs"])
+def test_ranks_at_different_places_are_reported_at_once(tmp_path: Path, other: Callable[[Rendezvous], None]) -> None:
     start = time.monotonic()
-    errors = each(tmp_path, other, asks("a budget", 0), timeout=60.0)
+    errors = each(tmp_path, other, waits("a budget", 0), timeout=60.0)
     assert time.monotonic() - start < 20
     assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
     assert str(errors[0]) == str(errors[1])
@@ -85,10 +85,10 @@ def test_a_wait_that_ended_well_is_no_place(tmp_path: Path) -> None:
     def late(rendezvous: Rendezvous) -> None:
         time.sleep(1)
         rendezvous.store.set("a plan/0", "")
-        asks("a budget", 1)(rendezvous)
+        waits("a budget", 1)(rendezvous)
 
     def soon(rendezvous: Rendezvous) -> None:
-        asks("a plan", 0)(rendezvous)
+        waits("a plan", 0)(rendezvous)
         time.sleep(1)
         rendezvous.store.set("a budget/1", "")
 
@@ -101,16 +101,16 @@ def test_a_rank_that_compiles_is_waited_for(tmp_path: Path) -> None:
             time.sleep(4)
             rendezvous.store.set("a plan/0", "")
 
-    assert each(tmp_path, compiles, asks("a plan", 0), timeout=1.0) == [None, None]
+    assert each(tmp_path, compiles, waits("a plan", 0), timeout=1.0) == [None, None]
 
 
 def test_one_that_itself_waits_does_not_count_as_compiling(tmp_path: Path) -> None:
     def compiles(rendezvous: Rendezvous) -> None:
         with rendezvous.compiling("forward"):
-            asks("a plan", 2)(rendezvous)
+            waits("a plan", 2)(rendezvous)
 
     start = time.monotonic()
-    errors = each(tmp_path, compiles, asks("a plan", 0), lambda _: time.sleep(5), timeout=1.5)
+    errors = each(tmp_path, compiles, waits("a plan", 0), lambda _: time.sleep(5), timeout=1.5)
     assert time.monotonic() - start < 15
     for error in errors[:2]:
         assert isinstance(error, RankError) and ("did not come" in str(error) or "failed" in str(error))

@@ -148,7 +148,7 @@ def test_a_forward_drops_what_is_stale_as_it_gathers_and_other_programs_at_once(
     assert cache.bytes == 0
 
 
-def test_a_count_that_is_gone_is_not_told() -> None:
+def test_a_count_that_is_gone_is_not_reported() -> None:
     param = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([param])
     gc.collect()  # counts of other tests may be gone

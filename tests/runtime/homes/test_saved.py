@@ -154,7 +154,7 @@ def test_an_extent_is_used_again_when_everybody_has_let_go(saved: SavedActivatio
     assert saved.bytes == 4096 + 12288
 
 
-def test_what_finds_no_room_stays_in_memory_and_is_told_once(
+def test_what_finds_no_room_stays_in_memory_and_is_reported_once(
     saved: SavedActivations, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As of two forwards before one backward: no error, and nothing waits for room."""
@@ -191,13 +191,13 @@ def test_what_a_hook_has_brought_back_is_taken_as_it_is(of_way: SavedActivations
 def test_memory_is_free_when_its_copy_is_done_though_nobody_waits(saved: SavedActivations) -> None:
     freed = threading.Event()
 
-    class Told:
+    class Owner:
         def __del__(self) -> None:
             freed.set()
 
     tensor = torch.ones(20_000)
     flat = tensor.numpy()
-    owner = torch.frombuffer(_Buffer(flat, Told()), dtype=torch.float32)
+    owner = torch.frombuffer(_Buffer(flat, Owner()), dtype=torch.float32)
     away = saved.spill([owner], "nvme")
     del owner
     gc.collect()
@@ -212,9 +212,9 @@ def test_memory_is_free_when_its_copy_is_done_though_nobody_waits(saved: SavedAc
 class _Buffer(bytearray):
     """Memory that tells when it goes."""
 
-    def __init__(self, values: object, told: object) -> None:
+    def __init__(self, values: object, holder: object) -> None:
         super().__init__(memoryview(values).cast("B"))  # type: ignore[arg-type]
-        self.told = told
+        self.holder = holder
 
 
 def test_whoever_does_not_wait_for_the_host_reads_not_a_number(

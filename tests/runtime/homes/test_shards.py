@@ -51,8 +51,8 @@ def params() -> dict[str, nn.Parameter]:
 
 def test_states_of_a_bucket_lie_one_behind_another(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, holder = store_of(tmp_path, params), owner()
-    told = tuple(described(name, p, sharded=name != "whole") for name, p in params.items())
-    store.settle(plan_of(told), 2)
+    specs = tuple(described(name, p, sharded=name != "whole") for name, p in params.items())
+    store.settle(plan_of(specs), 2)
     assert store.copies.copy_of(params["a"]) is None  # what computes in its own dtype stays
     places = store.locations.places()
     assert places.keys() == {id(params[name]) for name in ("a", "empty", "b")}
@@ -103,9 +103,9 @@ def test_what_was_made_on_nvme_and_stays_is_brought_into_memory(
         early = store.early.make(params[name])
         params[name].data = early.copy_(wanted[name])
     leaves, stays = (Bucket(i, name, (described(name, params[name]),), "use") for i, name in enumerate(names))
-    told = list[torch.Tensor]()
-    store.settle(Plan(3, 2, (replace(leaves, homes=away), stays), 1), 2, moved=told.append)
-    assert [any(p is params[name] for p in told) for name in names] == [True, True]
+    seen = list[torch.Tensor]()
+    store.settle(Plan(3, 2, (replace(leaves, homes=away), stays), 1), 2, moved=seen.append)
+    assert [any(p is params[name] for p in seen) for name in names] == [True, True]
     assert [store.room.arena.maps(params[name]) for name in names] == [True, False]
     assert all(torch.equal(params[name], wanted[name]) for name in names)
     del early
@@ -135,12 +135,12 @@ def test_the_first_plan_decides(params: dict[str, nn.Parameter], tmp_path: Path)
 
 def test_masters_leave_and_copies_follow_them(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, a = store_of(tmp_path, params), params["a"]
-    before, told = a.detach().clone(), described("a", a, "bfloat16")
-    store.settle(plan_of((told,)), 2)
+    before, specs = a.detach().clone(), described("a", a, "bfloat16")
+    store.settle(plan_of((specs,)), 2)
     assert torch.equal(a, before) and store.room.arena.maps(a)
 
     def gathered() -> torch.Tensor:
-        (found,) = store.fetches.finish(store.fetches.start([told], [a]))
+        (found,) = store.fetches.finish(store.fetches.start([specs], [a]))
         assert found.dtype == torch.bfloat16
         return found
 
@@ -154,7 +154,7 @@ def test_masters_leave_and_copies_follow_them(params: dict[str, nn.Parameter], t
     store.copies.touched([a])
     assert torch.equal(gathered(), (before * 4).bfloat16())
     a.data = before.clone()  # other memory: it has come back
-    assert store.fetches.start([told], [a]).shards[0] is a and store.copies.copy_of(a) is None
+    assert store.fetches.start([specs], [a]).shards[0] is a and store.copies.copy_of(a) is None
 
 
 def test_what_nobody_gathers_stays(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
@@ -170,17 +170,17 @@ def test_a_parameter_that_cannot_be_written_stays_and_can_leave_later(
 ) -> None:
     arena = Arena([tmp_path], 2**20)
     store, before = ShardStore(params, lambda _: arena), {name: p.detach().clone() for name, p in params.items()}
-    told = [described(name, params[name]) for name in ("a", "b", "frozen")]
-    plan = plan_of(tuple(told[:2]), tuple(told[2:]), homes=Homes("nvme", "nvme", "nvme"))
+    specs = [described(name, params[name]) for name in ("a", "b", "frozen")]
+    plan = plan_of(tuple(specs[:2]), tuple(specs[2:]), homes=Homes("nvme", "nvme", "nvme"))
     arena._engine.inject([(FaultPoint.write, nth, 1, FaultEffect.error, errno.ENOSPC)])
     moved: list[torch.Tensor] = []
     with pytest.raises(StorageError, match="No space left"):
         store.settle(plan, 2, moved.append)
     assert len(moved) == (2 if nth == 3 else 0)  # a bucket leaves as a whole
     for _ in range(2):
-        for one in told:
+        for one in specs:
             (found,) = store.fetches.finish(store.fetches.start([one], [params[one.name]]))
             assert torch.equal(found, before[one.name]) and torch.equal(params[one.name], before[one.name])
         store.settle(plan, 2, moved.append)
-    assert len(moved) == 3 and all(arena.maps(params[one.name]) for one in told)
+    assert len(moved) == 3 and all(arena.maps(params[one.name]) for one in specs)
     assert sum(store.bytes().values()) == arena.size - arena.free_bytes

@@ -177,7 +177,7 @@ OTHERS = {"missing": "", "old": "__version__ = '3.4.0'"}
 
 
 @pytest.mark.parametrize("which", OTHERS)
-def test_a_triton_that_is_missing_or_too_old_is_told_once(which: str, tmp_path: Path) -> None:
+def test_a_triton_that_is_missing_or_too_old_is_reported_once(which: str, tmp_path: Path) -> None:
     """Real interpreters, before whose own Triton stands another one, or none."""
     code = """
 import importlib.util, logging, sys

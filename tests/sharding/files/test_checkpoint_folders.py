@@ -17,7 +17,7 @@ def _saved(folders: list[str], how: str) -> list[str]:
     model = nn.Linear(4, 4)
     zerograph.shard(model, zerograph.backend())
     path = folders[dist.get_rank() % len(folders)]
-    with warned() as told:
+    with warned() as messages:
         for number in range(2):
             state, where = {"model": model.state_dict()}, f"{path}/{number}"
             if how == "save":
@@ -26,20 +26,20 @@ def _saved(folders: list[str], how: str) -> list[str]:
                 dcp.async_save(state, checkpoint_id=where).result()
             else:
                 dcp.save(model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(where, save_distributed=True))
-    return told
+    return messages
 
 
-def test_files_that_are_on_other_hosts_are_told_of_at_each_save(tmp_path: Path) -> None:
+def test_files_that_are_on_other_hosts_are_reported_at_each_save(tmp_path: Path) -> None:
     folders = [str(tmp_path / host) for host in ("one", "two")]
     for how in ("save", "async_save", "safetensors"):
         first, second = run(2, _saved, folders, how)
         assert second == [], "one line for each checkpoint, on the rank that writes the metadata"
-        for number, told in enumerate(first):
-            assert told.startswith(f"1 of the 2 files of the checkpoint in {folders[0]}/{number}, "), told
-            assert os.uname().nodename in told and "hint: save to a folder that all hosts mount" in told
+        for number, messages in enumerate(first):
+            assert messages.startswith(f"1 of the 2 files of the checkpoint in {folders[0]}/{number}, "), messages
+            assert os.uname().nodename in messages and "hint: save to a folder that all hosts mount" in messages
         assert len(first) == 2
 
 
-def test_a_folder_that_is_shared_is_not_told_of(tmp_path: Path) -> None:
+def test_a_folder_that_is_shared_is_not_reported(tmp_path: Path) -> None:
     for how in ("save", "async_save", "safetensors"):
         assert run(2, _saved, [str(tmp_path / how)], how) == [[], []]

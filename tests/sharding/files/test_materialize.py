@@ -236,7 +236,7 @@ def _whole_numbers(path: str) -> None:
     assert full(model)["weight"].tolist() == [2.0] * 4
 
 
-def test_buffers_that_nothing_fills_are_told_also_of_whole_numbers(tmp_path: Path) -> None:
+def test_buffers_that_nothing_fills_are_reported_also_of_whole_numbers(tmp_path: Path) -> None:
     save_file({"weight": torch.full((4,), 2.0)}, tmp_path / "weight.safetensors")
     run(1, _whole_numbers, str(tmp_path / "weight.safetensors"))
 
@@ -247,13 +247,13 @@ def _llama_from_file(path: str) -> tuple[str, list[str]]:
     with pytest.raises(ShardingError, match=r"fill model\.rotary_emb\.inv_freq") as caught:
         zerograph.materialize(_meta(lambda: llama()[0]), files=path)
     model = _meta(lambda: llama()[0])
-    with warned() as told:
+    with warned() as notices:
         zerograph.materialize(model, init=model._init_weights, files=path)
     assert differing(full(model), full(plain)) == []
     names = {name for name, _ in plain.named_buffers()}
     assert names == {"model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
     assert all(torch.equal(value, plain.get_buffer(name)) for name, value in model.named_buffers())
-    return caught.value.hint, told
+    return caught.value.hint, notices
 
 
 def test_a_model_of_transformers_is_loaded_as_the_error_says(tmp_path: Path) -> None:
@@ -261,9 +261,9 @@ def test_a_model_of_transformers_is_loaded_as_the_error_says(tmp_path: Path) -> 
     path = str(tmp_path / "model.safetensors")
     torch.manual_seed(0)
     zerograph.export(llama()[0], path)
-    for hint, told in run(2, _llama_from_file, path):
+    for hint, notices in run(2, _llama_from_file, path):
         assert hint == "no file holds it: zerograph.materialize(model, init=model._init_weights, files=...)"
-        assert told == []
+        assert notices == []
 
 
 def _file_failures(folder: str) -> list[str]:
@@ -275,9 +275,11 @@ def _file_failures(folder: str) -> list[str]:
         with pytest.raises(CheckpointError, match="hint: ") as caught:
             zerograph.materialize(_meta(), files=[path])
         messages.append(str(caught.value))
-    with warned() as told:
+    with warned() as notices:
         partly = zerograph.materialize(_meta(), init="reset_parameters", files=[f"{folder}/partly.safetensors"])
-    assert [t.partition(" (")[0] for t in told] == ["the files lack 9 parameters or buffers"] * (dist.get_rank() == 0)
+    assert [t.partition(" (")[0] for t in notices] == ["the files lack 9 parameters or buffers"] * (
+        dist.get_rank() == 0
+    )
     assert torch.equal(full(partly)["up.weight"], build().up.weight)
     half = zerograph.materialize(_meta(), files=[f"{folder}/{part}.safetensors" for part in ("one", "two")])
     assert torch.equal(full(half)["up.weight"], build().up.weight.bfloat16().float())

@@ -128,8 +128,8 @@ def _measured_tiles(file: PlanFile, beside: Beside | None) -> list[str]:
         _tile("Re-timed forecast", picture_seconds(again.seconds), "by the run's own times"),
     ]
     for tier in tiers_used(measured):
-        peak, told = peak_bytes(measured, tier), peak_bytes(file.forecast, tier)
-        of = f"{peak / told:.2f} times the forecast" if told else ""
+        peak, expected = peak_bytes(measured, tier), peak_bytes(file.forecast, tier)
+        of = f"{peak / expected:.2f} times the forecast" if expected else ""
         tiles.append(_tile(f"Measured {TIER_NAMES[tier]} peak", format_bytes(peak), of))
     return tiles
 

@@ -124,7 +124,7 @@ def _tier(file: PlanFile, tier: Tier) -> dict[str, Any]:
 def _kinds(file: PlanFile, tier: Tier) -> list[dict[str, Any]]:
     """Each kind of memory, the lowest of the stack first: its level where it changes, and at the peak.
 
-    Empty where nothing is told of the tier's memory but how much it is.
+    Empty where nothing is known of the tier's memory but how much it is.
     """
     kinds, rest = levels(file, tier)
     peak = file.forecast.peaks.get(tier)
@@ -169,7 +169,7 @@ def _why(module: Module) -> str:
     reasons = [r for part in (module, *layers) for r in part.reasons]
     different = list(dict.fromkeys(f"{r.decision}: {r.why}" for r in reasons))
     if len(different) > FEW_REASONS:
-        different = list(dict.fromkeys(r.decision for r in reasons))  # why is told further down, of each
+        different = list(dict.fromkeys(r.decision for r in reasons))  # why is printed further down, of each
     return " · ".join(different)
 
 

@@ -146,14 +146,14 @@ def _lane(forecast: Forecast, stream: Stream, top: int, seconds: float) -> Itera
         width = max(0.5, _x(bar.end, seconds) - x)
         yield (
             f'<rect class="{stream}" x="{x:.2f}" y="{top}" width="{max(0.5, width - 0.6):.2f}" height="{BAR}" '
-            f'rx="{min(3.0, width / 4):.1f}"><title>{_text(_told(bar))}</title></rect>'
+            f'rx="{min(3.0, width / 4):.1f}"><title>{_text(_tooltip(bar))}</title></rect>'
         )
         name = _label(bar.spans[0].name, bar.spans[0].module, width) if len(bar.spans) == 1 else ""
         if name:
             yield f'<text class="on middle" x="{x + width / 2:.1f}" y="{middle:.1f}">{_text(name)}</text>'
 
 
-def _told(bar: Bar) -> str:
+def _tooltip(bar: Bar) -> str:
     what = bar.spans[0].name if len(bar.spans) == 1 else f"{len(bar.spans)} instructions"
     return f"{what}, {picture_seconds(bar.end - bar.start)} from {picture_seconds(bar.start)}"
 

@@ -14,7 +14,7 @@ from zerograph.core.step import Param
 from zerograph.core.timeline import STREAMS
 from zerograph.core.units import format_bytes, format_seconds
 
-Told = str | int | float | None
+Value = str | int | float | None
 _NOISE = 1e-9
 _NAMED = 2
 """Parameters of a bucket that are named."""
@@ -33,8 +33,8 @@ class Difference:
 
     part: str
     name: str
-    a: Told
-    b: Told
+    a: Value
+    b: Value
     count: int = 1
     last: str = ""
 
@@ -43,7 +43,7 @@ class Difference:
         """The name of the difference, for people."""
         return folded_name(self.name, self.last, self.count)
 
-    def text(self, value: Told) -> str:
+    def text(self, value: Value) -> str:
         """One of the two, for people."""
         if value is None:
             return "-"
@@ -54,8 +54,8 @@ class Difference:
 
 def differences(a: PlanFile, b: PlanFile) -> list[Difference]:
     """Everything that differs: decisions, peaks and seconds one by one, the rest by name."""
-    told = [d for d in (*_decisions(a, b), *_peaks(a, b), *_seconds(a, b)) if not _same(d)]
-    return [*_folded(told), *_rest(a, b)]
+    changes = [d for d in (*_decisions(a, b), *_peaks(a, b), *_seconds(a, b)) if not _same(d)]
+    return [*_folded(changes), *_rest(a, b)]
 
 
 def _same(d: Difference) -> bool:
@@ -64,9 +64,9 @@ def _same(d: Difference) -> bool:
     return d.a == d.b
 
 
-def _folded(told: Iterable[Difference]) -> Iterator[Difference]:
+def _folded(changes: Iterable[Difference]) -> Iterator[Difference]:
     """Buckets of consecutive layers that differ in the same way are one difference."""
-    for rows in fold_rows(told, lambda d: d.name, _alike):
+    for rows in fold_rows(changes, lambda d: d.name, _alike):
         yield replace(rows.first, count=len(rows.rows), last=rows.rows[-1].name)
 
 
@@ -78,7 +78,7 @@ def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
     yield Difference("decisions", "model", a.model, b.model)
     yield Difference("decisions", "machine", a.machine.name, b.machine.name)
     for name, text in decided(Plan).items():
-        if name not in ("buckets", "recompute", "save", "offload"):  # told one by one below
+        if name not in ("buckets", "recompute", "save", "offload"):  # listed one by one below
             yield Difference("decisions", text, getattr(a.plan, name), getattr(b.plan, name))
     yield Difference("decisions", "number of buckets", len(a.plan.buckets), len(b.plan.buckets))
     mine, theirs = ({bucket.name: bucket for bucket in file.plan.buckets} for file in (a, b))
@@ -91,7 +91,7 @@ def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
     for name in names:
         if name in mine and name in theirs:
             for field, text in decided(Bucket).items():
-                here, there = _told(getattr(mine[name], field)), _told(getattr(theirs[name], field))
+                here, there = _value(getattr(mine[name], field)), _value(getattr(theirs[name], field))
                 yield Difference("decisions", f"{text} {name}", here, there)
     ours, others = _activations(a.plan), _activations(b.plan)
     for layer in dict.fromkeys((*ours, *others)):
@@ -110,17 +110,17 @@ def _activations(plan: Plan) -> dict[str, str]:
     return found | {name: "saved of a recomputed layer" for name in plan.save if name not in offload}
 
 
-def _told(value: object) -> str:
+def _value(value: object) -> str:
     return "as for all" if value is None else str(value)
 
 
-def _content(old: Bucket | None, new: Bucket | None) -> tuple[Told, Told]:
+def _content(old: Bucket | None, new: Bucket | None) -> tuple[Value, Value]:
     """The parameters in one bucket and not in the other, or the whole bucket where the other plan has none."""
     kept = set(old.params if old else ()) & set(new.params if new else ())
     return _params(old, kept), _params(new, kept)
 
 
-def _params(bucket: Bucket | None, kept: Set[Param]) -> Told:
+def _params(bucket: Bucket | None, kept: Set[Param]) -> Value:
     if bucket is None:
         return None
     own = [f"{p.name} {list(p.shape)} {p.compute_dtype}" for p in bucket.params if p not in kept]
@@ -159,7 +159,7 @@ def _rest(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
     yield from (Difference("other", name, *pair) for name, pair in numbers.items() if pair[0] != pair[1])
 
 
-def _figures(a: Machine, b: Machine) -> dict[str, tuple[Told, Told]]:
+def _figures(a: Machine, b: Machine) -> dict[str, tuple[Value, Value]]:
     """The measured figures of machines of one name."""
     names = [field.name for field in fields(Machine) if field.compare] if a.name == b.name else []
     return {f"machine's {name}": (str(getattr(a, name)), str(getattr(b, name))) for name in names}

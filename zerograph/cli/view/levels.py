@@ -26,5 +26,5 @@ def levels(file: PlanFile, tier: Tier) -> tuple[dict[str, list[int]], list[int]]
         if holding.last != -1:
             change[bisect_left(times, spans[holding.last].end)] -= holding.bytes
     kinds = {kind: list(accumulate(change[:-1])) for kind, change in changes.items()}
-    told = [sum(at) for at in zip(*kinds.values(), strict=True)] or [0] * len(times)
-    return kinds, [level - part for (_, level), part in zip(curve, told, strict=True)]
+    named = [sum(at) for at in zip(*kinds.values(), strict=True)] or [0] * len(times)
+    return kinds, [level - part for (_, level), part in zip(curve, named, strict=True)]

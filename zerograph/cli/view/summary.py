@@ -125,8 +125,8 @@ def memory(file: PlanFile, measured: Forecast | None, width: int, *, unicode: bo
         if measured is not None and tier in measured.peaks:
             line = sparkline(measured.memory.get(tier, ()), measured.seconds, width, blocks)
             actual = measured.peaks[tier].bytes
-            told = f"{format_bytes(actual)} measured{_ratio(peak.bytes, actual)}"
-            rows.append(["", (line, "magenta"), told])
+            shown = f"{format_bytes(actual)} measured{_ratio(peak.bytes, actual)}"
+            rows.append(["", (line, "magenta"), shown])
     return rows
 
 

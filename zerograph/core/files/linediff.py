@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 def unified(before: Sequence[str], after: Sequence[str], context: int) -> Iterator[str]:
     """The lines of the diff from ``before`` to ``after``; none if they are equal."""
     if before == after:
-        return  # lines that repeat match nothing, and would be told as changed
+        return  # lines that repeat match nothing, and would be printed as changed
     # difflib's grouping of changes, on top of matching blocks of our own.
     matcher = _Matcher(None, before, after, autojunk=False)
     header = ["--- before", "+++ after"]

@@ -30,7 +30,7 @@ def programs_data(programs: Sequence[Program]) -> dict[str, Any]:
     for program in programs:
         known = (registers, segments) if program.carries else (0, 0)
         registers, segments = len(program.contents), len(program.segments)
-        described: list[Any] = [replace(s, memory=_told(s.memory)) for s in program.segments[known[1] :]]  # type: ignore[arg-type]
+        described: list[Any] = [replace(s, memory=_memory_data(s.memory)) for s in program.segments[known[1] :]]  # type: ignore[arg-type]
         found.append(
             {
                 "kind": program.kind,
@@ -86,7 +86,7 @@ def _with_params(instruction: Any, change: Callable[[Any], Any]) -> Any:
     return replace(instruction, params=tuple(map(change, instruction.params)))
 
 
-def _told(memory: SegmentProfile) -> list[Any]:
+def _memory_data(memory: SegmentProfile) -> list[Any]:
     return [memory.levels, memory.begins, memory.left, list(memory.until.items())]
 
 

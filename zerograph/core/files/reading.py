@@ -24,7 +24,7 @@ def read_plan(path: Path, *, verify: bool = True) -> PlanFile:
     return _read(path, partial(PlanFile.from_json, verify=verify))
 
 
-def told_digest(path: Path) -> str:
+def stored_digest(path: Path) -> str:
     """The digest that stands in ``path``, right or not; :func:`read_plan` has read the file before."""
     return _read(path, lambda text: str(json.loads(text)["digest"]))
 

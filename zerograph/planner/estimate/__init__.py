@@ -1,1 +1,1 @@
-"""What a model takes that is told by its sizes alone: one row per ZeRO stage and offload choice."""
+"""What a model takes that is given by its sizes alone: one row per ZeRO stage and offload choice."""

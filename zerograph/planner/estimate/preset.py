@@ -126,7 +126,8 @@ class Preset:
             few, many = DEPTHS
             if depth <= many:
                 return of(self, depth)
-            # So that models of all depths are one, and simulated once; but not where the number of parameters was told.
+            # So that models of all depths are one, and simulated once; but not where the number of parameters was
+            # given.
             one = self if size.parameters != size.formula else replace(self, size=size.with_layers(many))
             less, more = of(one, few), of(one, many)
         times = (depth - many) / (many - few)

@@ -16,7 +16,7 @@ _SMALL = 10
 encoder and a decoder, but no head of two matrices."""
 
 
-def size_of_shapes(shapes: Shapes, *, heads: int | None = None, **told: int | None) -> ModelSize:
+def size_of_shapes(shapes: Shapes, *, heads: int | None = None, **given: int | None) -> ModelSize:
     """The size of the model whose parameters have these shapes, each tied one named once.
 
     - parameters: all of them, exactly.
@@ -27,7 +27,7 @@ def size_of_shapes(shapes: Shapes, *, heads: int | None = None, **told: int | No
     Args:
         shapes: by fully qualified name, in the order of the model.
         heads: attention heads, which shapes do not tell; 128 wide unless given.
-        told: ``layers``, ``hidden`` or ``vocab``, in place of what is read.
+        given: ``layers``, ``hidden`` or ``vocab``, in place of what is read.
     """
     layers = _layers(shapes)
     inside = [shape for name, shape in shapes.items() if layer_of(_module(name)) in layers]
@@ -35,9 +35,9 @@ def size_of_shapes(shapes: Shapes, *, heads: int | None = None, **told: int | No
     rows = [rows for rows, _ in _matrices(outside)] or [rows for rows, _ in list(_matrices(inside))[-1:]]
     return ModelSize.of(
         max(1, sum(map(prod, shapes.values()))),
-        layers=told.get("layers") or max(1, len(layers)),
-        hidden=told.get("hidden") or _commonest_extent(inside or outside),
-        vocab=told.get("vocab") or max(rows, default=1),
+        layers=given.get("layers") or max(1, len(layers)),
+        hidden=given.get("hidden") or _commonest_extent(inside or outside),
+        vocab=given.get("vocab") or max(rows, default=1),
         heads=heads,
     )
 

@@ -1,4 +1,4 @@
-"""A transformer told by its sizes alone: what an estimate needs when there is no model to trace."""
+"""A transformer given by its sizes alone: what an estimate needs when there is no model to trace."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ModelSize:
     """A GPT-like transformer: ``layers`` blocks of attention (4*h*h weights) and MLP (8*h*h), and one embedding.
 
     Attributes:
-        parameters: of the whole model, as told or ``12*L*h*h + V*h`` (Megatron-LM, biases and norms left out).
+        parameters: of the whole model, as given or ``12*L*h*h + V*h`` (Megatron-LM, biases and norms left out).
         layers, hidden, vocab, heads: L, h, V and a in the formulas.
     """
 
@@ -74,7 +74,7 @@ class ModelSize:
         """A size with what is missing derived from ``12*L*h*h + V*h``.
 
         A parameter count alone gets a hidden size of 128 per layer, which GPT-3 and Llama 7B have. The vocabulary is
-        GPT-2's unless told, heads are 128 wide.
+        GPT-2's unless given, heads are 128 wide.
 
         Raises:
             ConfigError: neither ``parameters`` nor both ``layers`` and ``hidden``, or a value below 1.
@@ -102,7 +102,7 @@ class ModelSize:
 
     @property
     def formula(self) -> int:
-        """Parameters by ``12*L*h*h + V*h``; differs from :attr:`parameters` where those were told."""
+        """Parameters by ``12*L*h*h + V*h``; differs from :attr:`parameters` where those were given."""
         return _count(self.layers, self.hidden, self.vocab)
 
 

@@ -21,7 +21,7 @@ _SHAPES = {"qkv": (3, 1), "out": (1, 1), "up": (4, 1), "down": (1, 4)}
 def gpt(size: ModelSize, training: Training, world_size: int, layers: int, *, sharded: bool) -> Step:
     """Forward and backward of one micro-batch of the first ``layers`` layers of a model of ``size``.
 
-    Where the number of parameters was told, every matrix has as many more or fewer rows; what that leaves over is a
+    Where the number of parameters was given, every matrix has as many more or fewer rows; what that leaves over is a
     vector beside the embedding.
 
     Args:
@@ -107,9 +107,9 @@ class _Gpt:
 
     def _linear(self, layer: str, name: str, x: str) -> str:
         rows, columns = (self.size.hidden * extent for extent in _SHAPES[name])
-        rows_told = self._rows(rows)
-        self._param(f"{layer}.{name}", rows_told, columns)
-        flops = 2 * self.tokens * rows_told * columns
+        own_rows = self._rows(rows)
+        self._param(f"{layer}.{name}", own_rows, columns)
+        flops = 2 * self.tokens * own_rows * columns
         return self._op(
             f"{name} {layer}", layer, (x, f"whole {layer}.{name}"), self.tokens * rows * self.item, flops=flops
         )

@@ -1,1 +1,1 @@
-"""What people are told of plans: reasons, files, what is wrong with one that was given, and why none fits."""
+"""What people read of plans: reasons, files, what is wrong with one that was given, and why none fits."""

@@ -64,21 +64,21 @@ def _too_much(tier: Tier, held: int, budget: int, when: str) -> str:
 
 def _forecast(file: PlanFile) -> Iterator[Violation]:
     """By simulating the programs again."""
-    told, plan = file.forecast, file.plan
+    stated, plan = file.forecast, file.plan
     states = tuple(h for h in file.holdings if h.first == h.last == BEFORE)
     rates = Rates(file.machine, plan.world_size, plan.compute_dtype)
-    true, holdings = simulate(file.programs, rates, held=states, not_counted=told.not_counted)
-    for span, other in zip_longest(told.spans, true.spans):
+    true, holdings = simulate(file.programs, rates, held=states, not_counted=stated.not_counted)
+    for span, other in zip_longest(stated.spans, true.spans):
         if span != other:
             yield _at("forecast", span, f"{_task(span)} is forecast, and the programs run {_task(other)}")
             return
-    for tier in sorted({*told.memory, *told.peaks, *true.memory}):
-        told_peak, peak = told.peaks.get(tier), true.peaks.get(tier)
-        if told_peak != peak or told.memory.get(tier) != true.memory.get(tier):
-            most = [format_bytes(each.bytes if each is not None else 0) for each in (told_peak, peak)]
+    for tier in sorted({*stated.memory, *stated.peaks, *true.memory}):
+        stated_peak, peak = stated.peaks.get(tier), true.peaks.get(tier)
+        if stated_peak != peak or stated.memory.get(tier) != true.memory.get(tier):
+            most = [format_bytes(each.bytes if each is not None else 0) for each in (stated_peak, peak)]
             text = f"{tier} is forecast to hold up to {most[0]}, and the programs hold up to {most[1]}"
-            yield _at("forecast", None, text + ", at other moments" * (told_peak == peak))
-    if told.critical_path != true.critical_path:
+            yield _at("forecast", None, text + ", at other moments" * (stated_peak == peak))
+    if stated.critical_path != true.critical_path:
         yield _at("forecast", None, "the critical path is not that of the programs")
     if _held(file.holdings) != _held(holdings):
         yield _at("forecast", None, "what is held is not what the programs hold")

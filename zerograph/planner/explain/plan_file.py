@@ -79,8 +79,8 @@ def file_from_search(
         flops=sum(op.flops for op in step.ops),
         programs=settled(coarse_programs(scheduler, plan)),
     )
-    told = reasons(plan, step, constraints, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
-    file = replace(made, reasons=tuple(told))
+    why = reasons(plan, step, constraints, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
+    file = replace(made, reasons=tuple(why))
     _verify(file, found)
     return file
 

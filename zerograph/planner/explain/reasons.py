@@ -46,8 +46,8 @@ def reasons(
         yield Reason("plan", f"{len(plan.buckets)} buckets", _FASTEST if constraints.bucket_size is None else _ASKED)
     if constraints.offload != "none":
         off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
-        told = "it was chosen" if constraints.offload == "auto" else f"offload={constraints.offload} was asked for"
-        yield Reason("plan", f"shards of {off} {'bucket' if off == 1 else 'buckets'} off the device", told)
+        cause = "it was chosen" if constraints.offload == "auto" else f"offload={constraints.offload} was asked for"
+        yield Reason("plan", f"shards of {off} {'bucket' if off == 1 else 'buckets'} off the device", cause)
         if constraints.overlap != "none":
             why = _FASTEST if constraints.overlap == "auto" else _ASKED
             yield Reason("plan", f"an optimizer with {_ARGUMENTS[plan.overlap]}", why)

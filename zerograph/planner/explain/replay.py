@@ -138,9 +138,9 @@ def _parameters(planned: dict[str, Param], here: dict[str, Param]) -> Iterator[s
             yield f"parameter {name}: {'; '.join(parts)}"
 
 
-def _fields(told: Param, found: Param) -> Iterator[str]:
+def _fields(expected: Param, found: Param) -> Iterator[str]:
     for field, text in _FIELDS.items():
-        if (before := getattr(told, field)) != (now := getattr(found, field)):
+        if (before := getattr(expected, field)) != (now := getattr(found, field)):
             yield f"{text} {_text(before)} in the plan, {_text(now)} here"
 
 

@@ -148,9 +148,9 @@ def profile(
             is repeated.
     """
     graph = step if isinstance(step, Graph) else Graph(step)
-    told = {layer: list(own) for layer, own in (saved_sets or {}).items()}
-    between = max(map(len, told.values()), default=0)
-    sets = {layer: (*own, *(own[-1:] or [frozenset()]) * (between - len(own))) for layer, own in told.items()}
+    listed = {layer: list(own) for layer, own in (saved_sets or {}).items()}
+    between = max(map(len, listed.values()), default=0)
+    sets = {layer: (*own, *(own[-1:] or [frozenset()]) * (between - len(own))) for layer, own in listed.items()}
     # One analysis of the step per option, for all layers at once: names of activations say their layer.
     names = [frozenset(name for own in sets.values() for name in own[k]) for k in range(between)]
     found = (saved(graph, "full"), *(saved(graph, "full", own) for own in names), saved(graph, base))

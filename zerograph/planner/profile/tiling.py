@@ -61,8 +61,8 @@ def _why_apart(mlp: Mlp, own: Sequence[Bucket], world_size: int) -> str:
     if tiles <= {1}:
         return ""
     if len(own) < len(mlp.weights) or len(tiles) > 1:
-        told = ", ".join(f"{b.params[0].name} in {b.tiles}" for b in own)
-        return f"its weights are in different numbers of tiles ({told})"
+        text = ", ".join(f"{b.params[0].name} in {b.tiles}" for b in own)
+        return f"its weights are in different numbers of tiles ({text})"
     away = [b for b in own if not b.homes.parameters == b.homes.spilled == "device"]
     if away:
         return f"tiles of columns are not read and written piece by piece where {away[0].name} has {away[0].homes}"

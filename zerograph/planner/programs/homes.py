@@ -49,5 +49,5 @@ def open_homes(offload: Offload | Literal["auto"], tiers: Sequence[Tier], stage:
     open_ = [homes for homes in HOMES if homes.away <= set(tiers) and homes.least_stage <= stage]
     if offload in ("none", "auto"):
         return tuple(open_)
-    # What leaves was told: neither less nor more may.
+    # What leaves was given: neither less nor more may.
     return tuple(homes for homes in open_ if homes.least_stage == least)

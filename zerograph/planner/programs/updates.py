@@ -279,7 +279,7 @@ def with_updates_inside(
 
 @dataclass(slots=True)
 class _Known:
-    """Buckets whose optimizer is known: bytes that it keeps are told, not assumed."""
+    """Buckets whose optimizer is known: bytes that it keeps are given, not assumed."""
 
     names: Sequence[str]
     rates: Rates

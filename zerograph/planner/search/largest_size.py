@@ -1,6 +1,6 @@
 """The largest batch or sequence of a step that a plan exists for within a budget.
 
-How much a size leaves of the budget is told by the fullest tier, under the plan that fits best
+How much a size leaves of the budget is given by the fullest tier, under the plan that fits best
 (:mod:`~zerograph.planner.search.furthest`).
 """
 

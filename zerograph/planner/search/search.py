@@ -130,7 +130,7 @@ class Search:
     def with_one_fixed(self) -> Iterator[Constraints]:
         """The constraints with one thing more fixed, at what the search considers; none of large steps."""
         constraints = self.constraints
-        told = (
+        given = (
             constraints.stage,
             constraints.bucket_size,
             constraints.prefetch,
@@ -138,7 +138,7 @@ class Search:
             constraints.tier,
             constraints.tile,
         )
-        if told != ("auto", None, None, "auto", None, None) or constraints.offload not in ("none", "auto"):
+        if given != ("auto", None, None, "auto", None, None) or constraints.offload not in ("none", "auto"):
             return
         sizes = [space.size for space in self.spaces if len(space.plan.buckets) <= FIXED]
         if not sizes:

@@ -32,7 +32,7 @@ const holdings = plan.holdings.bytes.map((bytes, i) => ({
   source: text(plan.holdings.source[i]),
 }));
 
-/** What is told where it changes, at each of so many moments. */
+/** Values listed where they change, at each of so many moments. */
 function everywhere({ at, bytes }, moments) {
   const levels = [];
   at.forEach((from, i) => {

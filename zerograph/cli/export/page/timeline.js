@@ -254,7 +254,7 @@ function memoryTitle(tier, top) {
   const room = Math.floor(plotWidth() / CHARACTER) - TITLE;
   if (!isWhole(tier)) return [partTitle(tier, top)];
   const name = room < SHORT ? "" : ` at ${shortened(tier.peak.name, room)}`;
-  const narrow = room < SHORT; // then it begins at the very left, and what is told of the budget is a line of its own
+  const narrow = room < SHORT; // then it begins at the very left, and the text of the budget is a line of its own
   const title = drawn(
     "text",
     { x: narrow ? 0 : LEFT, y: top - (narrow && tier.budget ? 22 : 10) },
@@ -291,11 +291,11 @@ function memoryInWords(tier) {
 
 /** The legend of the bands: each is a switch. */
 function drawKinds() {
-  const told = plan.tiers.filter((tier) => tier.kinds.length);
-  const keys = Object.keys(plan.kindNames).filter((key) => told.some((tier) => tier.kinds.some((kind) => kind.key === key)));
+  const shown = plan.tiers.filter((tier) => tier.kinds.length);
+  const keys = Object.keys(plan.kindNames).filter((key) => shown.some((tier) => tier.kinds.some((kind) => kind.key === key)));
   const switches = keys.map((key) => {
-    const sizes = told.map((tier) => [tier, tier.kinds.find((kind) => kind.key === key)]).filter(([, kind]) => kind?.peak);
-    const words = sizes.map(([tier, kind]) => formatBytes(kind.peak) + (told.length > 1 ? ` ${tier.name}` : ""));
+    const sizes = shown.map((tier) => [tier, tier.kinds.find((kind) => kind.key === key)]).filter(([, kind]) => kind?.peak);
+    const words = sizes.map(([tier, kind]) => formatBytes(kind.peak) + (shown.length > 1 ? ` ${tier.name}` : ""));
     const button = element(
       "button",
       { type: "button", "aria-pressed": "true", onclick: () => toggleKind(key) },
