@@ -75,7 +75,7 @@ def main() -> None:
             )
 
 
-def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
+def measure(layers: int, hidden: int, world: int, repeat_layers: bool) -> Cost:
     import torch
     from model import GPT, Workload
 
@@ -99,7 +99,7 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
         setattr(driver, name, ours.counting(getattr(driver, name)))
     rewrite.PIPELINE = tuple(step._replace(run=ours.counting(step.run)) for step in rewrite.PIPELINE)
     begin, cpu = time.perf_counter(), time.process_time()
-    compiled = compile_only(make, world_size=world, fold=fold)
+    compiled = compile_only(make, world_size=world, repeat_layers=repeat_layers)
     capture, capture_cpu = time.perf_counter() - begin, time.process_time() - cpu
 
     step = compiled.frame.step

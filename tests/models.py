@@ -103,7 +103,7 @@ class Rigid(nn.Module):
 
 
 class Windows(nn.Module):
-    """Folds a sequence into windows of 8, with code for a sequence of exactly 64."""
+    """Splits a sequence into windows of 8, with code for a sequence of exactly 64."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,9 +21,9 @@ from zerograph.compiler.compilation import Compilation, Plain
 from zerograph.compiler.driver import _checked, _planned, compile_joint, to_program
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.lowering.segments import Callee
-from zerograph.compiler.repetition.fold import _Traced, joint_of
+from zerograph.compiler.repetition.repeat import Joint
+from zerograph.compiler.repetition.shorten import _Traced, joint_of
 from zerograph.compiler.repetition.simplify import simplified
-from zerograph.compiler.repetition.unfold import Joint
 from zerograph.compiler.shard_inputs import _exchanging
 from zerograph.compiler.torch_private import as_when_called, lazily_coded, trace_and_split
 from zerograph.core.garbage import without_gc

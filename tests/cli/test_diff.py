@@ -1,4 +1,4 @@
-"""`zerograph diff`: what differs, folded, and the exit code.
+"""`zerograph diff`: what differs, collapsed, and the exit code.
 
 Tests ``cli/view/differences.py``.
 """

@@ -163,8 +163,8 @@ def test_stage_auto_fills_the_memory_or_says_what_is_missing(model: Path) -> Non
 def test_whole_traces_every_layer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def traced(*_: object, fold: bool, **options: object) -> None:
-        asked.append(fold)
+    def traced(*_: object, repeat_layers: bool, **options: object) -> None:
+        asked.append(repeat_layers)
         raise UnsupportedError("enough is known")
 
     monkeypatch.setattr("zerograph.dryrun.forecast.compile_only", traced)

@@ -1,6 +1,6 @@
-"""`zerograph show`: summary, sparklines, folded tables, one moment, and JSON.
+"""`zerograph show`: summary, sparklines, collapsed tables, one moment, and JSON.
 
-Tests ``cli/view/folding.py``, ``cli/view/groups.py``, ``cli/view/moment.py``, ``cli/view/summary.py`` and
+Tests ``cli/view/collapsing.py``, ``cli/view/groups.py``, ``cli/view/moment.py``, ``cli/view/summary.py`` and
 ``cli/view/tables.py``.
 """
 
@@ -22,8 +22,8 @@ from plans import plan_file, run_of
 
 from zerograph.cli import main
 from zerograph.cli.show import EXPORTS
+from zerograph.cli.view.collapsing import collapse_rows, collapsed_name, layer_or_name, short_source, skeleton
 from zerograph.cli.view.drawing import ASCII_BLOCKS, BLOCKS, bar, sparkline
-from zerograph.cli.view.folding import fold_rows, folded_name, layer_or_name, short_source, skeleton
 from zerograph.cli.view.groups import grouped
 from zerograph.cli.view.moment import START, find_task, moment
 from zerograph.core.files.planfile import Holding, PlanFile, Reason
@@ -312,7 +312,7 @@ def test_it_starts_at_once_and_without_anything_heavy(tmp_path: Path) -> None:
     assert min(seconds) < 1.0, f"0.2 s on an idle machine, here {min(seconds):.2f} s at best"
 
 
-# What is drawn, folded and held, for any input.
+# What is drawn, collapsed and held, for any input.
 
 curves = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 10**12)), min_size=1, max_size=30).map(
     lambda points: [(0.0, points[0][1]), *sorted(points)]
@@ -341,10 +341,10 @@ def test_a_bar_is_never_longer_than_given(share: float, width: int) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 20), st.integers(0, 2))))
-def test_folding_keeps_every_row_in_order(rows: list[tuple[str, int, int]]) -> None:
-    folds = fold_rows(rows, lambda r: f"{r[0]}.{r[1]}", lambda x, y: x[2] == y[2])
-    assert [row for group in folds for row in group.rows] == rows
-    for group in folds:
+def test_collapsing_keeps_every_row_in_order(rows: list[tuple[str, int, int]]) -> None:
+    collapsed = collapse_rows(rows, lambda r: f"{r[0]}.{r[1]}", lambda x, y: x[2] == y[2])
+    assert [row for group in collapsed for row in group.rows] == rows
+    for group in collapsed:
         assert len({(name, value) for name, _, value in group.rows}) == 1
 
 
@@ -368,9 +368,9 @@ def test_long_paths_are_cut_in_tables() -> None:
     assert short_source("/usr/lib/python3/dist-packages/models/llama/modeling.py:31") == "llama/modeling.py:31"
 
 
-def test_a_folded_name_says_leading_words_once() -> None:
-    assert folded_name("gather blocks.0", "gather blocks.3", 4) == "gather blocks.0 .. blocks.3 (4 alike)"
-    assert folded_name("lm_head", "lm_head", 1) == "lm_head"
+def test_a_collapsed_name_says_leading_words_once() -> None:
+    assert collapsed_name("gather blocks.0", "gather blocks.3", 4) == "gather blocks.0 .. blocks.3 (4 alike)"
+    assert collapsed_name("lm_head", "lm_head", 1) == "lm_head"
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -20,7 +20,7 @@ _EDIT = re.compile(
     r"|\.(?:args|kwargs|target) = "
 )
 _OF_OTHERS = {
-    "repetition/unfold.py",  # what `few_layers` and `simplified` make their graphs with
+    "repetition/repeat.py",  # what `few_layers` and `simplified` make their graphs with
     "lowering/segment_graph.py",  # nodes of a segment, copied as they are
 }
 

@@ -63,7 +63,7 @@ CASES: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
     (Cast, {"world_size": 1, "dtype": torch.bfloat16}),
     (Cast, {"world_size": 2, "dtype": torch.bfloat16}),
     (lambda: Attending(layers=10), {"world_size": 2}),
-    (lambda: Cast(layers=10), {"world_size": 2, "fold": False}),
+    (lambda: Cast(layers=10), {"world_size": 2, "repeat_layers": False}),
 ]
 
 

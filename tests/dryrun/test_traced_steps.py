@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import GPT, MLP, Padded, Rigid, Windows, ids, llama
 
-from zerograph.compiler.repetition.fold import LEAST
+from zerograph.compiler.repetition.shorten import LEAST
 from zerograph.core.errors import SizeError, UnsupportedError
 from zerograph.core.machine import machine_named
 from zerograph.core.step import Dimension, Step
@@ -175,7 +175,7 @@ def test_a_plan_of_an_interpolated_step_is_that_of_the_compiled_one() -> None:
 def test_a_few_layers_tell_all_of_them_at_every_size() -> None:
     make: Make = lambda: (GPT(depth=LEAST), ids())  # noqa: E731
     a = steps_of(make, "seq", 24, 48).at(100)
-    b = compile_only(make, world_size=WORLD, sizes={"seq": 100}, programs=False, fold=False).frame.step
+    b = compile_only(make, world_size=WORLD, sizes={"seq": 100}, programs=False, repeat_layers=False).frame.step
     assert [(v.bytes, v.kind) for v in a.values] == [(v.bytes, v.kind) for v in b.values]
     assert [(op.target, op.flops, op.moved, op.cheap) for op in a.ops] == [
         (op.target, op.flops, op.moved, op.cheap) for op in b.ops

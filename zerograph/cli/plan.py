@@ -139,7 +139,7 @@ def plan(
     machine = machine_from(options.pop("machine"), memory).with_precision(options.pop("precision"))
     if memory is not None and options["offload"] == "none" and what is None:
         options["memory"] = memory  # to search within, whatever the stage
-    options["fold"] = not options.pop("whole")
+    options["repeat_layers"] = not options.pop("whole")
     # None leaves an option to its default; of a dtype it is a value, each parameter's own.
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say, model_code(verbose):

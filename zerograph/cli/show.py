@@ -111,8 +111,8 @@ def _beside(file: PlanFile, run: Run) -> Beside:
 
 def to_data(file: PlanFile, beside: Beside | None, by: By, top: int | None, at: Moment | None) -> dict[str, Any]:
     """The data that ``--json`` writes; docs/guide/json.md has the schema."""
-    folds = grouped(file, by, beside.measured if beside else None)
-    rows = group_data(folds if top is None else largest_rows(folds, by, top))
+    collapsed = grouped(file, by, beside.measured if beside else None)
+    rows = group_data(collapsed if top is None else largest_rows(collapsed, by, top))
     data = {"version": VERSION, **summary.as_data(file, beside), "by": by, "rows": rows}
     return data if at is None else {**data, "at": moment_data(file, at)}
 

@@ -37,7 +37,7 @@ class Compilation:
         agreement: how ranks agree on programs; None where there is one rank, and where ranks are simulated.
         tied: of each parameter that the model has several names for, the other ones.
         moments: tensors that the optimizer is taken to keep per parameter; it may be made later than plans.
-        folds: whether a few of many layers that are alike are traced in place of all.
+        repeats_layers: whether a few of many layers that are alike are traced in place of all.
         loss_only: whether a forward that trains returns None in place of logits.
         by_token: whether plans may run layers for some tokens at a time.
         staging: the tier whose memory NVMe reads and writes: the host's, where that is not the device's.
@@ -52,7 +52,7 @@ class Compilation:
     agreement: Agreement | None = None
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     moments: int = 2
-    folds: bool = True
+    repeats_layers: bool = True
     loss_only: bool = False
     by_token: bool = False
     staging: Tier = "device"

@@ -27,9 +27,9 @@ from zerograph.compiler.loss_only import return_loss_only
 from zerograph.compiler.lowering.lower import lower, returned_names
 from zerograph.compiler.lowering.segments import Callee
 from zerograph.compiler.parameter_mutations import refuse_mutations
-from zerograph.compiler.repetition.fold import few_layers, joint_of, tracing_few
+from zerograph.compiler.repetition.repeat import Joint, Repeat
+from zerograph.compiler.repetition.shorten import few_layers, joint_of, tracing_few
 from zerograph.compiler.repetition.simplify import simplified
-from zerograph.compiler.repetition.unfold import Joint, Repeat
 from zerograph.compiler.rewrite import rewrite
 from zerograph.compiler.shard_inputs import take_local_shards
 from zerograph.compiler.tileable import left_in_tiles
@@ -38,7 +38,7 @@ from zerograph.compiler.torch_private import (
     ends_at_graph_break,
     keep_saved_tensors,
     lazily_coded,
-    never_fold,
+    never_constant_fold,
     split_by_minimum_cut,
     trace_and_split,
 )
@@ -52,7 +52,7 @@ from zerograph.planner.explain.replay import restricted_to_step
 from zerograph.runtime.executor.executor import Executor
 
 log = logging.getLogger(__name__)
-never_fold(REDUCE_GRAD)  # a gradient that is the same everywhere is reduced like any other
+never_constant_fold(REDUCE_GRAD)  # a gradient that is the same everywhere is reduced like any other
 
 
 def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
@@ -159,7 +159,7 @@ def trace(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | Re
     """The joint graph of one Dynamo graph, where nobody will call it; None where it has no backward."""
     rows, _ = _checked(frame, gm, inputs)
     with without_gc():
-        few = few_layers(gm, rows) if frame.compilation.folds else None
+        few = few_layers(gm, rows) if frame.compilation.repeats_layers else None
         return few if few is not None else joint_of(gm, rows)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zerograph.compiler.compilation import Compilation, Plain
-from zerograph.compiler.repetition.unfold import Repeat
+from zerograph.compiler.repetition.repeat import Repeat
 from zerograph.compiler.torch_private import traced_code
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.files.planfile import PassRecord

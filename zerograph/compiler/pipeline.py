@@ -14,7 +14,7 @@ from zerograph.compiler.loss_only import return_loss_only
 from zerograph.compiler.lowering.lower import keep_together
 from zerograph.compiler.lowering.segments import interpret
 from zerograph.compiler.parameter_mutations import refuse_mutations
-from zerograph.compiler.repetition.fold import few_layers
+from zerograph.compiler.repetition.shorten import few_layers
 from zerograph.compiler.repetition.simplify import simplified
 from zerograph.compiler.shard_inputs import take_local_shards
 from zerograph.compiler.torch_private import split_by_minimum_cut

@@ -78,7 +78,7 @@ def _region(gm: fx.GraphModule, user: fx.Node) -> fx.GraphModule | None:
 def _drop(read: fx.Node) -> None:
     source = read.args[0]
     assert isinstance(source, fx.Node)
-    # The placeholder now is what the read gave: folding and AOTAutograd look at its value.
+    # The placeholder now is what the read gave: repetition and AOTAutograd look at its value.
     source.meta["example_value"] = read.meta.get("example_value")
     read.replace_all_uses_with(source)
     read.graph.erase_node(read)

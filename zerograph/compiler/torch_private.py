@@ -221,9 +221,9 @@ def keep_saved_tensors() -> None:
 def lazily_coded(root: Any, graph: fx.Graph | None = None) -> fx.GraphModule:
     """``root`` (with another graph) as a module that generates its Python when it is called: never, if it is lowered.
 
-    Inductor's own way. AOTAutograd's copy of the backward would be written anew after every pass, and an unfolded
-    graph, in which nodes share names, cannot be written. ``root`` is a graph's module, or with ``graph`` a dict of what
-    that reads. Seen in 2.11, 2.13.
+    Inductor's own way. AOTAutograd's copy of the backward would be written anew after every pass, and a graph of
+    repeated layers, in which nodes share names, cannot be written. ``root`` is a graph's module, or with ``graph`` a
+    dict of what that reads. Seen in 2.11, 2.13.
     """
     return _LazyGraphModule.from_graphmodule(root) if graph is None else _LazyGraphModule(root, graph)
 
@@ -403,7 +403,7 @@ def simplify_joint(gm: fx.GraphModule) -> None:
         joint_graph_passes(gm)
 
 
-def never_fold(operator: Any) -> None:
+def never_constant_fold(operator: Any) -> None:
     """Keep those passes from replacing ``operator`` by its result where its inputs are constants.
     Seen in 2.11, 2.13."""
     add_dont_constant_fold(operator)

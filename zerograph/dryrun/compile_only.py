@@ -23,7 +23,7 @@ from zerograph.compiler.driver import compile_joint, plan_joint, trace
 from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import Planner, plain
 from zerograph.compiler.lowering.segments import SegmentCache
-from zerograph.compiler.repetition.unfold import Joint, Repeat
+from zerograph.compiler.repetition.repeat import Joint, Repeat
 from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError, ZeroGraphError
 from zerograph.core.garbage import without_gc
@@ -64,7 +64,7 @@ def compile_only(
     batch: int = 1,
     seq: int = 1024,
     sizes: Mapping[Dimension, int] | None = None,
-    fold: bool = True,
+    repeat_layers: bool = True,
     programs: bool = True,
     moments: int = 2,
     **options: Any,
@@ -76,7 +76,8 @@ def compile_only(
             ``torch.device("meta")``, so that nothing of any size is allocated.
         batch, seq: shape of the token ids that a model without inputs gets.
         sizes: other sizes of the inputs, those that the model brings too.
-        fold: make the joint graph from that of a few of many layers, where Dynamo's graph shows that they are alike.
+        repeat_layers: make the joint graph from that of a few of many layers, where Dynamo's graph shows that they are
+            alike.
         programs: make the programs too. Else the frames end with their plans, made by rule unless options say more.
         moments: tensors that the optimizer keeps per parameter, for a plan that is searched.
         options: arguments of :func:`zerograph.backend`.
@@ -89,7 +90,7 @@ def compile_only(
     """
     # Kernels are never needed: the programs are all that is asked for.
     config = Config.of(**{"compute": "eager", **options})
-    with without_gc(), _Call.of(make, config, world_size, batch, seq, sizes, moments, fold) as call:
+    with without_gc(), _Call.of(make, config, world_size, batch, seq, sizes, moments, repeat_layers) as call:
         frame, joint = call.trace()
         (compile_joint if programs else plan_joint)(frame, joint)
         states = call.planner.states(frame.step, call.params)
@@ -137,7 +138,7 @@ class _Call:
         seq: int,
         sizes: Mapping[Dimension, int] | None,
         moments: int,
-        fold: bool,
+        repeat_layers: bool,
     ) -> Iterator[_Call]:
         """The call of what ``make`` returns, for rank 0 of ``world_size``, who exist inside of this context."""
         if dist.is_initialized():
@@ -162,7 +163,7 @@ class _Call:
                 plan_for=lambda code, step, _: planner.plan(code, step, params),
                 tied=adoption.tied,
                 moments=moments,
-                folds=fold,
+                repeats_layers=repeat_layers,
                 loss_only=config.loss_only,
                 by_token=config.by_token,
                 staging=planner.staging,

@@ -42,7 +42,7 @@ def plan_file(
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
     overlap: Overlap | Literal["auto"] = "none",
-    fold: bool = True,
+    repeat_layers: bool = True,
     **options: Any,
 ) -> PlanFile:
     """Plan one training step of what ``make`` returns.
@@ -61,7 +61,7 @@ def plan_file(
         offload, tier, overlap: as in :class:`~zerograph.planner.search.constraints.Constraints`. Unless ``offload`` is
             "none", the plan is searched over all tiers of ``machine``, and forecast from its schedule: no program can
             be lowered for it yet.
-        fold: see :func:`zerograph.dryrun.compile_only.compile_only`.
+        repeat_layers: see :func:`zerograph.dryrun.compile_only.compile_only`.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
             Plans with ``activations`` on a tier that no program reaches on ``machine`` are forecast like others that
             are offloaded.
@@ -85,8 +85,8 @@ def plan_file(
         config = Config.of(**options)
         constraints = Constraints.of(config, world, offload=offload, tier=tier, overlap=overlap)
         compiled = compile_only(
-            make, world_size=world, batch=batch, seq=seq, sizes=sizes, fold=fold, programs=False, moments=moments,
-            dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
+            make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, programs=False,
+            moments=moments, dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
         return file_from_search(
@@ -97,8 +97,8 @@ def plan_file(
 
     def planned_file(**more: Any) -> tuple[PlanFile, int]:
         found = compile_only(
-            make, world_size=world, batch=batch, seq=seq, sizes=sizes, fold=fold, dtype=compute, moments=moments,
-            **options | more,
+            make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, dtype=compute,
+            moments=moments, **options | more,
         )  # fmt: skip
         return forecast_file(name, found, machine, moments=moments, reserve=reserve), found.searched
 

@@ -120,7 +120,7 @@ def probe(
     seq: int,
     dtype: str | None = None,
     moments: int = 2,
-    fold: bool = True,
+    repeat_layers: bool = True,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
     overlap: Overlap | Literal["auto"] = "none",
@@ -132,7 +132,7 @@ def probe(
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
         make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=constraints.sharding, moments=moments,
-        fold=fold, token_tiles=config.token_tiles,
+        repeat_layers=repeat_layers, token_tiles=config.token_tiles,
     )  # fmt: skip
     return Probe(steps, machine, constraints, moments)
 
@@ -173,7 +173,7 @@ def largest_file(
     dtype: str | None = None,
     moments: int = 2,
     reserve: float = RESERVE,
-    fold: bool = True,
+    repeat_layers: bool = True,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
     overlap: Overlap | Literal["auto"] = "none",
@@ -186,8 +186,8 @@ def largest_file(
 
     Args:
         what: the dimension to solve for; the other is as given, or as in the inputs that the model brings.
-        name, make, machine, world, batch, seq, dtype, moments, reserve, fold, offload, tier, overlap, options: as
-            for :func:`zerograph.dryrun.forecast.plan_file`.
+        name, make, machine, world, batch, seq, dtype, moments, reserve, repeat_layers, offload, tier, overlap, options:
+            as for :func:`zerograph.dryrun.forecast.plan_file`.
 
     Raises:
         ConfigError: an offload that the stage or the machine does not allow.
@@ -195,7 +195,7 @@ def largest_file(
         UnsupportedError: the model cannot be traced whole, does not train, or works at one size only.
     """
     refuse_offload(offload, tier, machine, world, options.get("stage", 3), overlap)
-    model: dict[str, Any] = {"batch": batch, "seq": seq, "moments": moments, "fold": fold}
+    model: dict[str, Any] = {"batch": batch, "seq": seq, "moments": moments, "repeat_layers": repeat_layers}
     asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap}
     plans = probe(make, what, machine, world=world, dtype=dtype, **asked, **model, **options)
     if offload != "none":

@@ -280,7 +280,7 @@ def test_what_runs_at_the_peak_bears_its_name(opened: Opener, layers: int) -> No
     assert overlapping_labels(page, "#timeline svg") == []
 
 
-def test_instructions_of_repeated_layers_are_folded(opened: Opener) -> None:
+def test_instructions_of_repeated_layers_are_collapsed(opened: Opener) -> None:
     file = plan_file(100, update=True)
     spans = list(file.forecast.spans)
     odd = next(i for i, span in enumerate(spans) if span.name == "forward blocks.40")
@@ -315,22 +315,22 @@ def test_layers_of_other_decisions_are_rows_of_their_own(opened: Opener) -> None
     assert [name.removeprefix("▸").strip() for name in names[1:3]] == ["0, 11 (2 alike)", "1 to 10 (10 alike)"]
 
 
-def test_repeated_layers_are_folded(opened: Opener) -> None:
+def test_repeated_layers_are_collapsed(opened: Opener) -> None:
     page = opened(plan_file(12))
     rows = page.locator("#modules tbody tr")
     before = rows.count()
-    fold = page.get_by_role("button", name="What is in 0 to 11")
-    fold.press("Enter")
-    assert rows.count() == before + 12 and fold.get_attribute("aria-expanded") == "true"
+    toggle = page.get_by_role("button", name="What is in 0 to 11")
+    toggle.press("Enter")
+    assert rows.count() == before + 12 and toggle.get_attribute("aria-expanded") == "true"
     page.get_by_role("button", name="3", exact=True).click()
     assert page.locator("#timeline .task:not(.faint)").count() == 5, "two gathers, two computations, a reduction"
-    fold.click()
+    toggle.click()
     assert rows.count() == before
     page.keyboard.press("Escape")
     assert page.locator("#timeline .faint").count() == 0
 
 
-def test_tensors_of_repeated_layers_are_folded(opened: Opener) -> None:
+def test_tensors_of_repeated_layers_are_collapsed(opened: Opener) -> None:
     page = opened(plan_file(12))
     page.get_by_role("button", name=re.compile(r"^backward blocks\.11, compute")).click()
     held = page.locator("#instruction tbody tr")
@@ -343,7 +343,7 @@ def test_tensors_of_repeated_layers_are_folded(opened: Opener) -> None:
     assert held.count() == 6
 
 
-def test_tensors_of_nodes_are_folded_by_where_they_come_from(opened: Opener) -> None:
+def test_tensors_of_nodes_are_collapsed_by_where_they_come_from(opened: Opener) -> None:
     """Names of nodes count on from layer to layer: ``mul``, ``mul_1``."""
     file = plan_file(1)
     made = [(i, where) for i in range(5) for where in ("up", "down")]

@@ -42,9 +42,9 @@ def test_pytorch_reads_it(path: Path) -> None:
     for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
         assert "snapshot.pickle" in plot(data)
     assert "snapshot.pickle" in _memory_viz.trace_plot(data, filter_freed=True)
-    folded: list[str] = []
-    _memory_viz.memory(data, format_flamegraph=lambda lines: folded.append(lines) or "")
-    assert "optimizer states (state)" in folded[0]
+    stacks: list[str] = []
+    _memory_viz.memory(data, format_flamegraph=lambda lines: stacks.append(lines) or "")
+    assert "optimizer states (state)" in stacks[0]
 
 
 def test_its_command_line_reads_it(path: Path) -> None:

@@ -71,7 +71,7 @@ def module_tree(file: PlanFile) -> list[Module]:
     for reason in file.reasons:
         if reason.subject in index:
             index[reason.subject].reasons.append(reason)
-    _fold(root)
+    _collapse(root)
     rest = [Module("", ("",), root.spans, root.holdings)] if root.spans or root.holdings else []
     return root.children + rest
 
@@ -99,10 +99,10 @@ def _module(index: dict[str, Module], path: str) -> Module:
     return index[path]
 
 
-def _fold(module: Module) -> None:
+def _collapse(module: Module) -> None:
     """Put numbered children of the same shape into one row each."""
     for child in module.children:
-        _fold(child)
+        _collapse(child)
     alike: dict[tuple[object, ...], list[Module]] = defaultdict(list)
     for child in module.children:
         if child.label.isdigit():

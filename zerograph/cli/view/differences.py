@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
 from dataclasses import dataclass, fields, replace
 from math import isclose
 
-from zerograph.cli.view.folding import fold_rows, folded_name, skeleton
+from zerograph.cli.view.collapsing import collapse_rows, collapsed_name, skeleton
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, Machine
 from zerograph.core.plan import Bucket, Plan, decided
@@ -41,7 +41,7 @@ class Difference:
     @property
     def title(self) -> str:
         """The name of the difference, for people."""
-        return folded_name(self.name, self.last, self.count)
+        return collapsed_name(self.name, self.last, self.count)
 
     def text(self, value: Value) -> str:
         """One of the two, for people."""
@@ -55,7 +55,7 @@ class Difference:
 def differences(a: PlanFile, b: PlanFile) -> list[Difference]:
     """Everything that differs: decisions, peaks and seconds one by one, the rest by name."""
     changes = [d for d in (*_decisions(a, b), *_peaks(a, b), *_seconds(a, b)) if not _same(d)]
-    return [*_folded(changes), *_rest(a, b)]
+    return [*_collapsed(changes), *_rest(a, b)]
 
 
 def _same(d: Difference) -> bool:
@@ -64,9 +64,9 @@ def _same(d: Difference) -> bool:
     return d.a == d.b
 
 
-def _folded(changes: Iterable[Difference]) -> Iterator[Difference]:
+def _collapsed(changes: Iterable[Difference]) -> Iterator[Difference]:
     """Buckets of consecutive layers that differ in the same way are one difference."""
-    for rows in fold_rows(changes, lambda d: d.name, _alike):
+    for rows in collapse_rows(changes, lambda d: d.name, _alike):
         yield replace(rows.first, count=len(rows.rows), last=rows.rows[-1].name)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from zerograph.cli.view.folding import Fold, fold_rows, interleaved, layer_or_name, skeleton
+from zerograph.cli.view.collapsing import Collapsed, collapse_rows, interleaved, layer_or_name, skeleton
 from zerograph.cli.view.moment import START, Moment, by_kind, moment
 from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, Tier
@@ -55,8 +55,8 @@ class Group:
         self.bytes[holding.tier] = self.bytes.get(holding.tier, 0) + holding.bytes
 
 
-def grouped(file: PlanFile, by: By, measured: Forecast | None = None) -> list[Fold[Group]]:
-    """The folded rows of ``file``, in the order of the step."""
+def grouped(file: PlanFile, by: By, measured: Forecast | None = None) -> list[Collapsed[Group]]:
+    """The collapsed rows of ``file``, in the order of the step."""
     # Functions, so that only the rows that are asked for are made.
     makers: Mapping[By, Callable[[], list[Group]]] = {
         "layer": lambda: _by_layer(file, measured),
@@ -64,12 +64,12 @@ def grouped(file: PlanFile, by: By, measured: Forecast | None = None) -> list[Fo
         "tier": lambda: _by_tier(file),
         "op": lambda: _by_op(file, measured),
     }
-    return fold_rows(makers[by](), lambda g: g.name, _alike)
+    return collapse_rows(makers[by](), lambda g: g.name, _alike)
 
 
-def largest_rows(folds: Iterable[Fold[Group]], by: By, top: int) -> list[Fold[Group]]:
+def largest_rows(collapsed: Iterable[Collapsed[Group]], by: By, top: int) -> list[Collapsed[Group]]:
     """The ``top`` rows with the most memory (ops: the most time), largest first."""
-    return sorted(folds, key=_time if by == "op" else _memory, reverse=True)[:top]
+    return sorted(collapsed, key=_time if by == "op" else _memory, reverse=True)[:top]
 
 
 def peak_moments(file: PlanFile) -> dict[Tier, Moment]:
@@ -176,9 +176,9 @@ def _alike(a: Group, b: Group) -> bool:
     return same and math.isclose(a.seconds, b.seconds, rel_tol=_SAME) and skeleton(a.why) == skeleton(b.why)
 
 
-def _memory(rows: Fold[Group]) -> float:
+def _memory(rows: Collapsed[Group]) -> float:
     return sum(sum(row.bytes.values()) for row in rows.rows)
 
 
-def _time(rows: Fold[Group]) -> float:
+def _time(rows: Collapsed[Group]) -> float:
     return sum(row.seconds for row in rows.rows)

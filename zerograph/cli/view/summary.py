@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from zerograph.cli.terminal import Cell
+from zerograph.cli.view.collapsing import short_source
 from zerograph.cli.view.drawing import ASCII_BAR, ASCII_BLOCKS, BAR, BLOCKS, bar, sparkline
-from zerograph.cli.view.folding import short_source
 from zerograph.cli.view.groups import peak_moments
 from zerograph.cli.view.moment import START, Moment, by_kind
 from zerograph.core.files.planfile import PlanFile

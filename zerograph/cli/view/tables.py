@@ -1,4 +1,4 @@
-"""Folded rows and moments as tables for people and as data for programs."""
+"""Collapsed rows and moments as tables for people and as data for programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from zerograph.cli.terminal import Cell
-from zerograph.cli.view.folding import Fold, fold_rows, folded_name, interleaved, short_source
+from zerograph.cli.view.collapsing import Collapsed, collapse_rows, collapsed_name, interleaved, short_source
 from zerograph.cli.view.groups import By, Group, largest_rows
 from zerograph.cli.view.moment import START, Moment
 from zerograph.core.files.planfile import Holding, PlanFile
@@ -28,33 +28,33 @@ class Table:
     left_out: int = 0
 
 
-def group_data(folds: Sequence[Fold[Group]]) -> list[dict[str, Any]]:
-    """Folded rows as data: what is said of a row is true of each of the ``count`` alike."""
+def group_data(collapsed: Sequence[Collapsed[Group]]) -> list[dict[str, Any]]:
+    """Collapsed rows as data: what is said of a row is true of each of the ``count`` alike."""
     return [
         {"last": rows.rows[-1].name, "count": len(rows.rows), **asdict(rows.first), "measured": _measured(rows)}
-        for rows in folds
+        for rows in collapsed
     ]
 
 
-def group_table(all_folds: Sequence[Fold[Group]], by: By, top: int | None = None) -> Table:
-    """Folded rows, only the ``top`` largest when given; columns that are empty throughout are left out."""
-    folds = all_folds if top is None else largest_rows(all_folds, by, top)
-    firsts = [rows.first for rows in folds]
+def group_table(every: Sequence[Collapsed[Group]], by: By, top: int | None = None) -> Table:
+    """Collapsed rows, only the ``top`` largest when given; columns that are empty throughout are left out."""
+    collapsed = every if top is None else largest_rows(every, by, top)
+    firsts = [rows.first for rows in collapsed]
     columns: list[tuple[str, Literal["name", "number", "note"], list[str]]] = [
-        (by, "name", [_name(rows) for rows in folds]),
+        (by, "name", [_name(rows) for rows in collapsed]),
         *((tier, "number", [_bytes(row.bytes.get(tier)) for row in firsts]) for tier in TIERS),
         ("time", "number", [_seconds(row.seconds) for row in firsts]),
-        ("measured", "number", [_seconds(_measured(rows)) for rows in folds]),
-        ("ratio", "number", [_ratio(rows.first.seconds, _measured(rows)) for rows in folds]),
+        ("measured", "number", [_seconds(_measured(rows)) for rows in collapsed]),
+        ("ratio", "number", [_ratio(rows.first.seconds, _measured(rows)) for rows in collapsed]),
         ("stream", "note", [row.stream + (f" x{row.tasks}" if row.stream and row.tasks > 1 else "") for row in firsts]),
-        ("source", "note", [_source([row.source for row in rows.rows]) for rows in folds]),
+        ("source", "note", [_source([row.source for row in rows.rows]) for rows in collapsed]),
         (_WHY.get(by, "why it is here"), "note", [row.why for row in firsts]),
     ]
     columns = [column for column in columns if any(column[2])]
     header: list[Cell] = [(title, "bold") for title, _, _ in columns]
     cells: list[list[Cell]] = [list(row) for row in zip(*(cells for _, _, cells in columns), strict=True)]
     roles = [role for _, role, _ in columns]
-    return Table([header, *cells], _places(roles, "number"), _places(roles, "note"), len(all_folds) - len(folds))
+    return Table([header, *cells], _places(roles, "number"), _places(roles, "note"), len(every) - len(collapsed))
 
 
 def _places(roles: Sequence[str], role: str) -> frozenset[int]:
@@ -90,22 +90,22 @@ def _level(file: PlanFile, at: Moment, tier: Tier) -> str:
 
 
 def moment_table(file: PlanFile, at: Moment, top: int | None = None) -> Table:
-    """The holdings, alike layers folded, each tier's largest first; only the ``top`` largest of all when given."""
-    folds = fold_rows(interleaved(at.holdings, _identity), _identity, _alike)
-    folds.sort(key=_size, reverse=True)
-    shown = sorted(folds[:top], key=lambda rows: TIERS.index(rows.first.tier))
+    """The holdings, alike layers collapsed, each tier's largest first; only the ``top`` largest of all when given."""
+    collapsed = collapse_rows(interleaved(at.holdings, _identity), _identity, _alike)
+    collapsed.sort(key=_size, reverse=True)
+    shown = sorted(collapsed[:top], key=lambda rows: TIERS.index(rows.first.tier))
     header: list[Cell] = [(title, "bold") for title in ("tier", "bytes", "kind", "what", "held", "source")]
     cells = [_holding(file, rows) for rows in shown]
-    return Table([header, *cells], frozenset({1}), frozenset({4, 5}), len(folds) - len(shown))
+    return Table([header, *cells], frozenset({1}), frozenset({4, 5}), len(collapsed) - len(shown))
 
 
-def _holding(file: PlanFile, rows: Fold[Holding]) -> list[Cell]:
+def _holding(file: PlanFile, rows: Collapsed[Holding]) -> list[Cell]:
     first, last = rows.first, rows.rows[-1]
     return [
         first.tier,
         format_bytes(first.bytes),
         first.kind,
-        folded_name(first.name, last.name, len(rows.rows)),
+        collapsed_name(first.name, last.name, len(rows.rows)),
         _while(file, first) if first == last else "",
         _source([holding.source for holding in rows.rows]),
     ]
@@ -120,7 +120,7 @@ def _while(file: PlanFile, holding: Holding) -> str:
     return f"{begin} to {end}"
 
 
-def _size(rows: Fold[Holding]) -> int:
+def _size(rows: Collapsed[Holding]) -> int:
     return sum(holding.bytes for holding in rows.rows)
 
 
@@ -136,8 +136,8 @@ def _task(file: PlanFile, task: int) -> str:
     return "the start of the step" if task == START else file.forecast.spans[task].name
 
 
-def _name(rows: Fold[Group]) -> str:
-    return folded_name(rows.first.name, rows.rows[-1].name, len(rows.rows))
+def _name(rows: Collapsed[Group]) -> str:
+    return collapsed_name(rows.first.name, rows.rows[-1].name, len(rows.rows))
 
 
 def _source(sources: Sequence[str]) -> str:
@@ -145,7 +145,7 @@ def _source(sources: Sequence[str]) -> str:
     return short_source(sources[0]) + ("" if len(set(sources)) == 1 else ", ...")
 
 
-def _measured(rows: Fold[Group]) -> float | None:
+def _measured(rows: Collapsed[Group]) -> float | None:
     """Mean of those that were measured."""
     times = [row.measured for row in rows.rows if row.measured is not None]
     return sum(times) / len(times) if times else None

@@ -11,7 +11,7 @@ from torch import fx
 LayerPart = Literal["input", "tangent", "forward", "backward"]
 
 
-class NotFoldable(Exception):
+class NotRepeated(Exception):
     """The layers do not repeat as they must; says why."""
 
 
@@ -50,20 +50,20 @@ class LayerNodes:
             order: in which layers follow one another.
 
         Raises:
-            NotFoldable: a layer has no node, or one behind the first of the next layer.
+            NotRepeated: a layer has no node, or one behind the first of the next layer.
         """
         # Reversed, so that of several nodes the first one stays in the dict.
         firsts = {layer: i for i, layer in reversed(list(enumerate(layers))) if layer is not None}
         lasts = {layer: i for i, layer in enumerate(layers) if layer is not None}
         if sorted(firsts) != sorted(order):
-            raise NotFoldable(f"not every layer has a {part}")
+            raise NotRepeated(f"not every layer has a {part}")
         begins = [firsts[layer] for layer in order]
         # What stands behind the last layer's own nodes (the final norm, the head) belongs to no layer.
         ends = [*begins[1:], lasts[order[-1]] + 1]
         for layer, begin, end in zip(order, begins, ends, strict=True):
             # A node of this layer behind the next one's first: no cut separates the two.
             if lasts[layer] >= end or begin >= end:
-                raise NotFoldable(f"the layers are mixed in the {part}")
+                raise NotRepeated(f"the layers are mixed in the {part}")
             for i in range(begin, end):
                 self._put(nodes[i], LayerPlace(layer, part, i - begin))
 

@@ -7,8 +7,8 @@ import logging
 from torch import fx
 
 from zerograph import passes
-from zerograph.compiler.repetition.layer_nodes import NotFoldable
-from zerograph.compiler.repetition.unfold import Repeat
+from zerograph.compiler.repetition.layer_nodes import NotRepeated
+from zerograph.compiler.repetition.repeat import Repeat
 from zerograph.compiler.torch_private import simplify_joint
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def simplified(gm: fx.GraphModule, repeat: Repeat | None) -> fx.GraphModule:
     if repeat is not None and repeat.whole.gm is gm:
         try:
             return _simplified_once(repeat)
-        except NotFoldable as reason:  # random operators are numbered through all layers
+        except NotRepeated as reason:  # random operators are numbered through all layers
             log.debug("simplifying all layers: %s", reason)
     simplify_joint(gm)
     return gm
@@ -35,11 +35,11 @@ def _simplified_once(repeat: Repeat) -> fx.GraphModule:
     """The graph of all layers, from that of the traced ones after our passes and Inductor's.
 
     Raises:
-        NotFoldable: they did not do the same to every layer.
+        NotRepeated: they did not do the same to every layer.
     """
     few = repeat.few.gm
     # Our two passes that came before Inductor's on the whole graph, so that both graphs stay alike.
     passes.canonicalize(few)
     passes.name_activations(few)
     simplify_joint(few)
-    return repeat.unfolded()
+    return repeat.all_layers()

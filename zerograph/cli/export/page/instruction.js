@@ -1,5 +1,5 @@
 // The selected instruction: when it runs, what it waits for, and every tensor held then.
-const FOLDED = 4; // so many tensors alike are one row
+const COLLAPSED = 4; // so many tensors alike are one row
 const instruction = document.getElementById("instruction");
 
 const swatch = (colour) => element("i", { class: "swatch", style: `background:var(--${colour})`, "aria-hidden": true });
@@ -66,7 +66,7 @@ const tiersHeld = new Set(holdings.map((holding) => holding.tier));
 const HELD = ["Held", "Kind", ...(tiersHeld.size > 1 ? ["Tier"] : []), "#Bytes", "From → until"];
 const starred = (name) => name.replace(/(^|\.)\d+(?=\.|$)/g, "$1*");
 
-/** The same tensors of repeated layers, whose numbers and nodes' numbers differ: lists of one or of at least FOLDED. */
+/** The same tensors of repeated layers, whose numbers and nodes' numbers differ: lists of one or of at least COLLAPSED. */
 function alike(held) {
   const groups = new Map();
   for (const holding of held) {
@@ -75,14 +75,14 @@ function alike(held) {
     const key = JSON.stringify([pattern.replace("_*", ""), kind, tier, bytes, starred(module), source]);
     groups.set(key, [...(groups.get(key) ?? []), { ...holding, pattern }]);
   }
-  return [...groups.values()].flatMap((group) => (group.length < FOLDED ? group.map((one) => [one]) : [group]));
+  return [...groups.values()].flatMap((group) => (group.length < COLLAPSED ? group.map((one) => [one]) : [group]));
 }
 
 const bytesOf = (held) => held.reduce((sum, holding) => sum + holding.bytes, 0);
 
 function groupRow(group, most) {
   const { pattern, kind, tier, module, source } = group.at(-1); // the first node of a name has no number
-  const toggle = foldButton();
+  const toggle = toggleButton();
   const name = `${pattern}  ×${group.length}`;
   const times = new Set(group.map(whenHeld));
   const when = times.size === 1 ? whenHeld(group[0]) : "each its own time";
@@ -91,7 +91,7 @@ function groupRow(group, most) {
   row.dataset.level = 0;
   opens(toggle, row, `each of ${group.length} ${pattern}`, () =>
     group.map((holding) => {
-      const one = heldRow(holding, most, element("span", { class: "fold-space" }));
+      const one = heldRow(holding, most, element("span", { class: "toggle-space" }));
       one.dataset.level = 1;
       return one;
     }),

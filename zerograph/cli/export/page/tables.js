@@ -1,4 +1,4 @@
-// Tables: modules with repeated layers folded, reasons, and all instructions.
+// Tables: modules with repeated layers collapsed, reasons, and all instructions.
 /** A column whose title starts with # has numbers. */
 function dataTable(caption, columns, rows) {
   const titles = columns.map((title) =>
@@ -24,7 +24,7 @@ function titled(columns, ...cells) {
   return element("tr", { role: "row" }, ...cells);
 }
 
-const foldButton = () => element("button", { type: "button", class: "fold", "aria-expanded": "false" }, "▸");
+const toggleButton = () => element("button", { type: "button", class: "toggle", "aria-expanded": "false" }, "▸");
 
 /** Lets `toggle` show and hide what is in a row, the rows of a higher level below it; `inside` makes them. */
 function opens(toggle, row, what, inside) {
@@ -51,7 +51,7 @@ const MODULES = ["Module", "#Compute", "#Collectives", "#Transfers, updates", "#
 /** A row, and the function that shows or hides the rows below it. */
 function moduleRow(module, level) {
   const paths = module.paths.map(text);
-  const toggle = module.children ? foldButton() : element("span", { class: "fold-space" });
+  const toggle = module.children ? toggleButton() : element("span", { class: "toggle-space" });
   const name = element("button", { type: "button", class: "link code", "aria-pressed": "false" }, moduleName(module));
   name.addEventListener("click", () => mark(name.getAttribute("aria-pressed") === "true" ? null : paths));
   listeners.marked.push(() => name.setAttribute("aria-pressed", String(marked === paths)));
@@ -75,7 +75,7 @@ function moduleRow(module, level) {
 /** Opens what says nothing while it is closed: a module alone, or with one part; and goes on inside, down to layers. */
 function openSingle(row, module, alone) {
   if (!module.children || module.paths.length > 1 || !(alone || module.children.length === 1)) return;
-  row.querySelector(".fold").click();
+  row.querySelector(".toggle").click();
   if (module.children.length === 1) openSingle(row.nextElementSibling, module.children[0], true);
 }
 
@@ -171,14 +171,14 @@ function runRow({ first, period, times }) {
     Array.from({ length: times }, (_, turn) =>
       period === 1
         ? instructionRow(of(turn)[0], 1)
-        : foldedRow(main(turn).name, of(turn), 1, () => of(turn).map((span) => instructionRow(span, 2))),
+        : collapsedRow(main(turn).name, of(turn), 1, () => of(turn).map((span) => instructionRow(span, 2))),
     );
-  return foldedRow(label, spans.slice(first, first + times * period), 0, turns, period);
+  return collapsedRow(label, spans.slice(first, first + times * period), 0, turns, period);
 }
 
 /** One row for `all` of these; `inside` makes those below it, when they are first asked for. */
-function foldedRow(label, all, level, inside, period = all.length) {
-  const toggle = foldButton();
+function collapsedRow(label, all, level, inside, period = all.length) {
+  const toggle = toggleButton();
   const begin = Math.min(...all.map((span) => span.start)), end = Math.max(...all.map((span) => span.end));
   const of = (what) => new Set(all.map(what)).size === 1 ? what(all[0]) : "";
   const row = titled(

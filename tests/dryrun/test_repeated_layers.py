@@ -1,6 +1,6 @@
 """Dry runs that trace a few of many layers, against dry runs that trace them all.
 
-Tests ``compiler/repetition/fold.py``, ``compiler/repetition/layer_nodes.py`` and ``compiler/repetition/unfold.py``.
+Tests ``compiler/repetition/shorten.py``, ``compiler/repetition/layer_nodes.py`` and ``compiler/repetition/repeat.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph
-from zerograph.compiler.repetition.fold import LEAST, Folded, fold
-from zerograph.compiler.repetition.layer_nodes import NotFoldable
+from zerograph.compiler.repetition.layer_nodes import NotRepeated
+from zerograph.compiler.repetition.shorten import LEAST, Shortened, shorten
 from zerograph.core.machine import machine_named
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import forecast_file
@@ -84,8 +84,8 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}
 
 
-def compiled(make: Callable[[], Any], fold: bool, **options: Any) -> tuple[Compiled, Any]:
-    found = compile_only(make, **{"world_size": 4, "batch": 1, "seq": 32, "fold": fold, **options})
+def compiled(make: Callable[[], Any], repeat_layers: bool, **options: Any) -> tuple[Compiled, Any]:
+    found = compile_only(make, **{"world_size": 4, "batch": 1, "seq": 32, "repeat_layers": repeat_layers, **options})
     return found, forecast_file("model", found, machine_named("h100-80gb"))
 
 
@@ -93,7 +93,7 @@ def compiled(make: Callable[[], Any], fold: bool, **options: Any) -> tuple[Compi
 def compiler_says() -> Iterator[list[str]]:
     """What the compiler logs of layers. Not by caplog, which would have torch format all of its own debugging."""
     logs, found = (
-        [logging.getLogger(f"zerograph.compiler.repetition.{name}") for name in ("fold", "simplify")],
+        [logging.getLogger(f"zerograph.compiler.repetition.{name}") for name in ("shorten", "simplify")],
         list[str](),
     )
     handler = logging.Handler()
@@ -209,12 +209,12 @@ class OtherName(Model):
         return this.head(x)
 
 
-def test_layers_fold_whatever_the_model_calls_itself() -> None:
+def test_layers_are_repeated_whatever_the_model_calls_itself() -> None:
     with compiler_says() as messages:
-        folded, _ = compiled(lambda: OtherName([Layer(i) for i in range(DEPTH)]), True)
+        short, _ = compiled(lambda: OtherName([Layer(i) for i in range(DEPTH)]), True)
     assert [TRACED in m for m in messages] == [True]
-    assert {f"layers.{i}.up" for i in range(DEPTH)} <= {op.module for op in folded.frame.step.ops}
-    assert not any("[" in op.module for op in folded.frame.step.ops)
+    assert {f"layers.{i}.up" for i in range(DEPTH)} <= {op.module for op in short.frame.step.ops}
+    assert not any("[" in op.module for op in short.frame.step.ops)
 
 
 class Positioned(Model):
@@ -279,14 +279,14 @@ CASES: list[tuple[str, Callable[[], Any], dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("make", "options", "said"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_a_folded_dry_run_finds_what_a_whole_one_does(
+def test_a_dry_run_of_repeated_layers_finds_what_a_whole_one_does(
     make: Callable[[], Any], options: dict[str, Any], said: list[str]
 ) -> None:
     with compiler_says() as messages:
-        folded, forecast = compiled(make, True, **options)
+        short, forecast = compiled(make, True, **options)
     assert len(messages) == len(said) and all(word in m for word, m in zip(said, messages, strict=True))
     whole, expected = compiled(make, False, **options)
-    found, wanted = facts(folded), facts(whole)
+    found, wanted = facts(short), facts(whole)
     for name in wanted:
         assert found[name] == wanted[name], name
     assert forecast.forecast.seconds == pytest.approx(expected.forecast.seconds, rel=1e-12)
@@ -323,8 +323,8 @@ def tensors_in(returned: Any) -> list[Tensor]:
     return [returned] if isinstance(returned, Tensor) else [value for part in returned for value in tensors_in(part)]
 
 
-def graph_of(model: nn.Module) -> Folded:
-    """``model``'s graph as Dynamo records it, folded."""
+def graph_of(model: nn.Module) -> Shortened:
+    """``model``'s graph as Dynamo records it, shortened."""
     found: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, _: Any) -> Any:
@@ -333,7 +333,7 @@ def graph_of(model: nn.Module) -> Folded:
 
     torch._dynamo.reset()
     torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(torch.zeros(1, 32, dtype=torch.int64))
-    return fold(found[0])
+    return shorten(found[0])
 
 
 @pytest.mark.parametrize(
@@ -353,18 +353,18 @@ def graph_of(model: nn.Module) -> Folded:
         (CachedApart, "the same of every layer, layer after layer"),
     ],
 )
-def test_graphs_in_which_layers_differ_do_not_fold(make: Callable[[], nn.Module], reason: str) -> None:
-    with pytest.raises(NotFoldable, match=reason):
+def test_graphs_in_which_layers_differ_are_not_shortened(make: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(NotRepeated, match=reason):
         graph_of(make())
 
 
-def test_a_folded_graph_has_the_first_two_and_the_last_two_layers() -> None:
+def test_a_shortened_graph_has_the_first_two_and_the_last_two_layers() -> None:
     model = small()
-    folded = graph_of(model)
+    short = graph_of(model)
     last = DEPTH - 1
-    assert (folded.path, folded.traced, folded.layers) == ("layers", (0, 1, last - 1, last), tuple(range(DEPTH)))
+    assert (short.path, short.traced, short.layers) == ("layers", (0, 1, last - 1, last), tuple(range(DEPTH)))
     per_layer = len(list(model.layers[0].parameters()))  # type: ignore[index]
-    assert len(folded.inputs) == len(list(model.parameters())) + 1 - (DEPTH - 4) * per_layer
+    assert len(short.inputs) == len(list(model.parameters())) + 1 - (DEPTH - 4) * per_layer
 
 
 @pytest.mark.parametrize(
@@ -381,12 +381,12 @@ def test_training_from_the_trace_of_a_few_layers_changes_no_bit(
 ) -> None:
     tokens = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
     runs = []
-    for folds in (True, False):
+    for repeats in (True, False):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model, backend = make(), zerograph.backend(stage=3, compute="eager")
-        if not folds:
-            monkeypatch.setattr("zerograph.compiler.repetition.fold.few_layers", lambda *_: None)
+        if not repeats:
+            monkeypatch.setattr("zerograph.compiler.repetition.shorten.few_layers", lambda *_: None)
         model.compile(backend=backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
@@ -398,6 +398,6 @@ def test_training_from_the_trace_of_a_few_layers_changes_no_bit(
                 sum(value.mean() / i for i, value in enumerate(returned, 1)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert [said in m for m in messages] == [True] * folds
+        assert [said in m for m in messages] == [True] * repeats
         runs.append([*losses, *model.state_dict().values()])
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*runs, strict=True))

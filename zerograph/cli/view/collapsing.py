@@ -14,7 +14,7 @@ _LAYER = re.compile(r"(.*?(?:^|\.)\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class Fold(Generic[T]):
+class Collapsed(Generic[T]):
     """Consecutive rows that are alike."""
 
     rows: tuple[T, ...]
@@ -36,15 +36,15 @@ def layer_or_name(name: str) -> str:
     return match[1] if match else name
 
 
-def fold_rows(rows: Iterable[T], name: Callable[[T], str], alike: Callable[[T, T], bool]) -> list[Fold[T]]:
-    """Rows in their order, those folded that follow one another, differ in numbers only and are ``alike``."""
+def collapse_rows(rows: Iterable[T], name: Callable[[T], str], alike: Callable[[T, T], bool]) -> list[Collapsed[T]]:
+    """Rows in their order, those collapsed that follow one another, differ in numbers only and are ``alike``."""
     groups: list[list[T]] = []
     for row in rows:
         if groups and skeleton(name(groups[-1][0])) == skeleton(name(row)) and alike(groups[-1][0], row):
             groups[-1].append(row)
         else:
             groups.append([row])
-    return [Fold(tuple(group)) for group in groups]
+    return [Collapsed(tuple(group)) for group in groups]
 
 
 def interleaved(rows: Iterable[T], name: Callable[[T], str]) -> list[T]:
@@ -55,8 +55,8 @@ def interleaved(rows: Iterable[T], name: Callable[[T], str]) -> list[T]:
     return [row for kind in kinds.values() for row in kind]
 
 
-def folded_name(first: str, last: str, count: int) -> str:
-    """How a fold is called: ``gather blocks.0 .. blocks.11 (12 alike)``, with the leading words said once."""
+def collapsed_name(first: str, last: str, count: int) -> str:
+    """The name of collapsed rows: ``gather blocks.0 .. blocks.11 (12 alike)``, with the leading words said once."""
     if count == 1:
         return first
     shared = first.rpartition(" ")[0] + " "

@@ -3,7 +3,7 @@
 Dynamo has looked at every layer, so whether they are alike is read from its graph, node by node: the same operators
 with the same arguments, on values of the same kind, reading from the layer before what that one reads from its own.
 Then the joint graph of four layers, the first two and the last two, tells that of all
-(:mod:`zerograph.compiler.repetition.unfold`). The first and the last one may differ from those between them.
+(:mod:`zerograph.compiler.repetition.repeat`). The first and the last one may differ from those between them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.frame import Frame
-from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotFoldable
-from zerograph.compiler.repetition.unfold import Joint, Repeat, parameters_in
+from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotRepeated
+from zerograph.compiler.repetition.repeat import Joint, Repeat, parameters_in
 from zerograph.compiler.torch_private import as_dynamos, lazily_coded, separate_context, trace_and_split, trace_given
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import SPEC_AT
@@ -38,7 +38,7 @@ CheckpointRegion = torch.ops.higher_order.tag_activation_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class Shortened:
     """A graph that has four layers of a stack.
 
     Attributes:
@@ -64,26 +64,26 @@ class Folded:
         """The joint graph of the whole graph, from this one's.
 
         Raises:
-            NotFoldable: it does not repeat as the graph it comes from does.
+            NotRepeated: it does not repeat as the graph it comes from does.
         """
         if joint.outputs != len(self.gm.graph.output_node().args[0]):  # type: ignore[arg-type]
-            raise NotFoldable("it returns more than its outputs")
+            raise NotRepeated("it returns more than its outputs")
         found = Repeat.of(joint, self.path, self.traced, self.layers, self.outputs)
-        # Unfolding repeats inputs layer by layer; the whole graph must have them in that very order.
+        # Inputs are repeated layer by layer; the whole graph must have them in that very order.
         given = len(self.inputs)  # behind them are the gradients of the outputs, which no layer has for itself
         order = [self.input_of(i, copy) for i, copy in found.whole.inputs if i < given]
         if order != [*range(len(order))] or any(i < given for i, _ in found.whole.inputs[len(order) :]):
-            raise NotFoldable("its inputs are in another order")
+            raise NotRepeated("its inputs are in another order")
         return found
 
 
-def fold(gm: fx.GraphModule) -> Folded:
+def shorten(gm: fx.GraphModule) -> Shortened:
     """``gm``, as Dynamo records it, with four of the layers of its largest stack.
 
     Raises:
-        NotFoldable: it has fewer than :data:`LEAST` layers, or they are not alike.
+        NotRepeated: it has fewer than :data:`LEAST` layers, or they are not alike.
     """
-    return _Folding(gm).run()
+    return _Shortening(gm).run()
 
 
 class _Traced(Exception):
@@ -118,26 +118,26 @@ def joint_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
 
 def few_layers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Repeat | None:
     """The joint graph of ``gm`` from that of four of its layers, where it trains and they are alike."""
-    # Only joint graphs are unfolded, and without gradients there is none.
+    # Only joint graphs have layers repeated, and without gradients there is none.
     if not torch.is_grad_enabled():
         return None
     try:
-        folded = fold(gm)
-        joint = joint_of(folded.gm, [inputs[i] for i in folded.inputs])
+        short = shorten(gm)
+        joint = joint_of(short.gm, [inputs[i] for i in short.inputs])
         if joint is None:
-            raise NotFoldable("it has no backward")
-        found = folded.repeated(joint)
-    except NotFoldable as reason:
+            raise NotRepeated("it has no backward")
+        found = short.repeated(joint)
+    except NotRepeated as reason:
         log.debug("tracing all layers: %s", reason)
         return None
-    log.debug("%s: traced %d of %d layers", folded.path, len(folded.traced), len(folded.layers))
+    log.debug("%s: traced %d of %d layers", short.path, len(short.traced), len(short.layers))
     return found
 
 
 @contextmanager
 def tracing_few(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
     """Inside, AOTAutograd has the trace of ``gm`` from that of four of its layers, where they are alike."""
-    frame.repeat = few_layers(gm, inputs) if frame.compilation.folds else None
+    frame.repeat = few_layers(gm, inputs) if frame.compilation.repeats_layers else None
     if frame.repeat is None:
         yield
         return
@@ -155,13 +155,13 @@ def _tracing_gives(joint: fx.GraphModule) -> AbstractContextManager[None]:
 
 
 @dataclass(slots=True)
-class _Folding:
+class _Shortening:
     gm: fx.GraphModule
     path: str = ""
     numbers: tuple[int, ...] = ()  # of the layers
     nodes: LayerNodes = field(default_factory=LayerNodes)
 
-    def run(self) -> Folded:
+    def run(self) -> Shortened:
         nodes = list(self.gm.graph.nodes)
         self._find_stack(nodes)
         self._assign_layers(nodes)
@@ -194,18 +194,18 @@ class _Folding:
                 return index[node]
             there = self.nodes.places.get(node)
             if there is None or there.layer != last - 1:
-                raise NotFoldable(f"{node.name} is repeated, but no input of a layer")
+                raise NotRepeated(f"{node.name} is repeated, but no input of a layer")
             return index[self.nodes.at[there._replace(layer=2 + copy)]]
 
         traced = tuple(self.numbers[i] for i in kept)
         made = as_dynamos(lazily_coded(self.gm, graph), self.gm)
-        return Folded(made, inputs, self.path, traced, self.numbers, input_of, outputs)
+        return Shortened(made, inputs, self.path, traced, self.numbers, input_of, outputs)
 
     def _outputs(self, given: Any) -> tuple[list[Any], list[tuple[int, int]]]:
-        """Which outputs the folded graph has, and :attr:`Folded.outputs`.
+        """Which outputs the shortened graph has, and :attr:`Shortened.outputs`.
 
         Those of one layer must stand together, and layer after layer: so do their gradients among the joint graph's
-        inputs, where unfolding repeats them.
+        inputs, which are repeated so.
         """
         last = len(self.numbers) - 1
         layers = [self.nodes.places[v].layer if v in self.nodes.places else -1 for v in given]
@@ -220,7 +220,7 @@ class _Folding:
             return left[i] if copy < 0 else self.nodes.at.get(self.nodes.places[left[i]]._replace(layer=2 + copy))
 
         if repeated != [*range(begin, end)] or [output_of(*at) for at in outputs] != [*given]:
-            raise NotFoldable("it does not return the same of every layer, layer after layer")
+            raise NotRepeated("it does not return the same of every layer, layer after layer")
         return left, outputs
 
     def _new_source(self, new: dict[fx.Node, fx.Node], reader: LayerPlace | None, old: fx.Node) -> fx.Node:
@@ -229,7 +229,7 @@ class _Folding:
         if there is None or there.layer in (0, 1, last - 1, last):
             return new[old]
         if reader is None or (reader.layer, there.layer) != (last - 1, last - 2):
-            raise NotFoldable(f"{old.name} of a layer in the middle is read outside of it")
+            raise NotRepeated(f"{old.name} of a layer in the middle is read outside of it")
         return new[self.nodes.at[there._replace(layer=1)]]
 
     def _find_stack(self, nodes: list[fx.Node]) -> None:
@@ -242,8 +242,8 @@ class _Folding:
                 numbers.setdefault(path, {})[int(match[1])] = None
         deep = [path for path in found if path and len(numbers[path]) >= LEAST]
         if not deep:
-            raise NotFoldable("it has no deep stack of layers")
-        # Of an encoder and a decoder one stack only is folded: that with the most nodes saves the most.
+            raise NotRepeated("it has no deep stack of layers")
+        # Of an encoder and a decoder one stack only is repeated: that with the most nodes saves the most.
         self.path = max(deep, key=found.__getitem__)
         self.numbers = tuple(numbers[self.path])
 
@@ -267,7 +267,7 @@ class _Folding:
     def _compare(self, layer: int, parts: dict[LayerPlace, fx.Node], before: dict[LayerPlace, fx.Node]) -> None:
         """Raises unless ``layer``, of these ``parts``, does what the one before it does."""
         if parts.keys() != before.keys():
-            raise NotFoldable(f"layers {layer - 1} and {layer} have {len(before)} and {len(parts)} nodes")
+            raise NotRepeated(f"layers {layer - 1} and {layer} have {len(before)} and {len(parts)} nodes")
         stack = parameters_in(self.path)
         names = (f"{stack}.{self.numbers[layer]}.", f"{stack}.{self.numbers[layer - 1]}.")
 
@@ -297,7 +297,7 @@ class _Folding:
         if same and a.op != "placeholder" and ours is None:
             same = a.target == b.target and _same((a.args, a.kwargs), (b.args, b.kwargs), alike, _spec(a, names))
         if not same:
-            raise NotFoldable(f"{a.name} and {b.name} of two layers differ")
+            raise NotRepeated(f"{a.name} and {b.name} of two layers differ")
         if ours is not None and theirs is not None:
             self._compare_bodies(ours, theirs, names)
 
@@ -305,11 +305,11 @@ class _Folding:
         """Raises unless two checkpointed regions do the same."""
         ours, theirs = list(a.graph.nodes), list(b.graph.nodes)
         if len(ours) != len(theirs):
-            raise NotFoldable("two of its checkpointed regions differ")
+            raise NotRepeated("two of its checkpointed regions differ")
         twin = dict(zip(ours, theirs, strict=True))
         for x, y in twin.items():
             if _body(a, x) is not None or _body(b, y) is not None:
-                raise NotFoldable("a checkpointed region has one inside")
+                raise NotRepeated("a checkpointed region has one inside")
             self._compare_nodes(a, x, y, lambda p, q: twin[p] is q, names)
 
 
@@ -324,7 +324,7 @@ def _facts(node: fx.Node) -> list[object]:
     """The facts about ``node``'s value that AOTAutograd will see.
 
     Raises:
-        NotFoldable: it has a size that is not known.
+        NotRepeated: it has a size that is not known.
     """
     value = node.meta.get("example_value")
     parts = value if isinstance(value, list | tuple) else (value,)
@@ -336,7 +336,7 @@ def _layout(value: Any) -> tuple[object, ...]:
         return (type(value),)
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     if not all(type(size) is int for size in sizes):
-        raise NotFoldable("its sizes are dynamic")
+        raise NotRepeated("its sizes are dynamic")
     return isinstance(value, DTensor), value.dtype, value.device, value.dim(), *sizes
 
 

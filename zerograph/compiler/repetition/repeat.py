@@ -3,7 +3,7 @@
 A layer is a stretch of the forward and one of the backward. One layer of the middle is repeated: a copy reads from the
 copies beside it what the traced layer reads from the layers beside it. How the copies hang together is read from *two*
 traced layers of the middle, which must be the same but for the layers they touch. That the layers left out are like
-those two is known from Dynamo's graph, which has all of them (:mod:`zerograph.compiler.repetition.fold`).
+those two is known from Dynamo's graph, which has all of them (:mod:`zerograph.compiler.repetition.shorten`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotFoldable
+from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotRepeated
 from zerograph.compiler.torch_private import fake_as, is_fake, lazily_coded, outside_fake_mode
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import SPEC_AT, Activation, backward_nodes, is_view
@@ -30,7 +30,7 @@ class Joint(NamedTuple):
         gm: the graph.
         outputs: how many of its outputs are the forward's.
         static: indices of the inputs that stay where they are between calls.
-        inputs: of an unfolded graph, for each input, the one of the traced graph that it is, and in which copy of a
+        inputs: of a graph of all layers, for each input, the one of the traced graph that it is, and in which copy of a
             repeated layer; -1 where it is not repeated.
     """
 
@@ -49,7 +49,7 @@ class Repeat:
         path: the stack's name.
         traced: the numbers of its layers there.
         layers: of all of them.
-        outputs: see :func:`unfold`.
+        outputs: see :func:`repeat_layers`.
         whole: the graph of all layers.
     """
 
@@ -68,23 +68,23 @@ class Repeat:
         layers: Sequence[int],
         outputs: Sequence[tuple[int, int]],
     ) -> Repeat:
-        """Raises: NotFoldable."""
-        return Repeat(few, path, traced, layers, outputs, unfold(few, path, traced, layers, outputs))
+        """Raises: NotRepeated."""
+        return Repeat(few, path, traced, layers, outputs, repeat_layers(few, path, traced, layers, outputs))
 
-    def unfolded(self) -> fx.GraphModule:
+    def all_layers(self) -> fx.GraphModule:
         """The graph of all layers once more, after passes have rewritten that of the few.
 
         Raises:
-            NotFoldable: they did not do the same to every layer.
+            NotRepeated: they did not do the same to every layer.
         """
-        whole = unfold(self.few, self.path, self.traced, self.layers, self.outputs)
+        whole = repeat_layers(self.few, self.path, self.traced, self.layers, self.outputs)
         # Callers were told the order of inputs after tracing; passes may not change it.
         if whole.inputs != self.whole.inputs:
-            raise NotFoldable("its inputs are in another order")
+            raise NotRepeated("its inputs are in another order")
         return whole.gm
 
 
-def unfold(
+def repeat_layers(
     joint: Joint,
     path: str,
     traced: Sequence[int],
@@ -98,14 +98,14 @@ def unfold(
             repeated layer; -1 where it is not repeated.
 
     Raises:
-        NotFoldable: its layers are no stretches of the graph, or the two in the middle differ.
+        NotRepeated: its layers are no stretches of the graph, or the two in the middle differ.
     """
     with outside_fake_mode():  # the dry run's
-        return _Unfolding(joint, path, traced, layers, outputs).run()
+        return _Repeating(joint, path, traced, layers, outputs).run()
 
 
 @dataclass(slots=True)
-class _Unfolding:
+class _Repeating:
     joint: Joint
     path: str
     traced: Sequence[int]
@@ -188,7 +188,7 @@ class _Unfolding:
                 sum(p.part == name and p.layer == i for p in self.nodes.at) for i in (self.template - 1, self.template)
             ]
             if sizes[0] != sizes[1]:
-                raise NotFoldable(f"two of its layers have {sizes[0]} and {sizes[1]} nodes in the {name}")
+                raise NotRepeated(f"two of its layers have {sizes[0]} and {sizes[1]} nodes in the {name}")
 
     def _label(self, node: fx.Node) -> int | None:
         """The place in the stack of the module that ``node`` belongs to."""
@@ -208,7 +208,7 @@ class _Unfolding:
                 return self.copies[there, 0]
             if layer == self.template + 1:
                 return self.copies[there, self.count - 1]
-            raise NotFoldable(f"{node.name} outside of the layers reads {old.name} of one in their middle")
+            raise NotRepeated(f"{node.name} outside of the layers reads {old.name} of one in their middle")
 
         # What reads the template now reads its first copy, or its last one.
         made = self.graph.node_copy(node, source)
@@ -229,7 +229,7 @@ class _Unfolding:
         if (node.op, type(node.target)) != (twin.op, type(twin.target)) or (
             node.op != "placeholder" and node.target != twin.target
         ):
-            raise NotFoldable(f"{node.name} and {twin.name} of two layers are different operators")
+            raise NotRepeated(f"{node.name} and {twin.name} of two layers are different operators")
         # The one argument in which layers may differ: their parameter's name. `_relabel` sets it.
         spec = SPEC_AT.get(node.target, -1)  # type: ignore[call-overload]
         args = tuple(
@@ -255,11 +255,11 @@ class _Unfolding:
         if isinstance(a, fx.Node) and isinstance(b, fx.Node):
             return self._source(a, b, number)
         if type(a) is not type(b):
-            raise NotFoldable(f"{node.name} has {a!r} where the layer before has {b!r}")
+            raise NotRepeated(f"{node.name} has {a!r} where the layer before has {b!r}")
         if isinstance(a, (list, tuple)) and len(a) == len(b):
             return type(a)([self._argument(x, y, node, number) for x, y in zip(a, b, strict=True)])
         if a != b:
-            raise NotFoldable(f"{node.name} has {a!r} where the layer before has {b!r}")
+            raise NotRepeated(f"{node.name} has {a!r} where the layer before has {b!r}")
         return a
 
     def _source(self, a: fx.Node, b: fx.Node, number: int) -> fx.Node:
@@ -274,15 +274,15 @@ class _Unfolding:
             return a
         shift = here.layer - self.template if here is not None else None
         if here is None or shift not in (-1, 0, 1) or (there is not None and there.layer != here.layer - 1):
-            raise NotFoldable(f"two layers read {a.name} and {b.name}")
+            raise NotRepeated(f"two layers read {a.name} and {b.name}")
         if shift == -1:
             # The first copy reads the layer that stands before the template, the others read the copy before.
             return (here._replace(layer=self.template), number - 1) if number else a
         if there is None:
-            raise NotFoldable(f"two layers read {a.name} and {b.name}")
+            raise NotRepeated(f"two layers read {a.name} and {b.name}")
         if shift == 0:
             if here != there._replace(layer=here.layer):
-                raise NotFoldable(f"two layers read {a.name} and {b.name} of their own")
+                raise NotRepeated(f"two layers read {a.name} and {b.name} of their own")
             return here, number
         # In the backward a layer reads from the next one; for the last copy that is the traced layer behind the
         # template.
@@ -294,7 +294,7 @@ class _Unfolding:
         inputs = [n for n in self.joint.gm.graph.find_nodes(op="placeholder", sort=True) if not _is_tangent(n)]
         given, grads = values[: self.joint.outputs], values[self.joint.outputs :]
         if len(grads) != len(inputs):
-            raise NotFoldable("it returns more than its outputs and a gradient for each input")
+            raise NotRepeated("it returns more than its outputs and a gradient for each input")
         grad_of = dict(zip(inputs, grads, strict=True))
         results = [self._result(given[i], number) for i, number in self.outputs]
         for source, number in taken:
@@ -307,7 +307,7 @@ class _Unfolding:
     def _result(self, value: Any, number: int) -> Any:
         repeated = isinstance(value, fx.Node) and self._repeated(value)
         if repeated != (number >= 0):
-            raise NotFoldable(f"it returns {value} of one of its layers")
+            raise NotRepeated(f"it returns {value} of one of its layers")
         if repeated:
             return self.copies[self.nodes.places[value], number]
         return self.new[value] if isinstance(value, fx.Node) else value
@@ -320,7 +320,7 @@ class _Unfolding:
         grad = grad_of[source]
         if number < 0:
             if isinstance(grad, fx.Node) and self._repeated(grad):
-                raise NotFoldable(f"the gradient of {source.name} is {grad.name} of one layer")
+                raise NotRepeated(f"the gradient of {source.name} is {grad.name} of one layer")
             return self.new[grad] if isinstance(grad, fx.Node) else grad
         place = self.nodes.places[source]
         return self._argument(grad, grad_of[self.nodes.at[place._replace(layer=place.layer - 1)]], source, number)
@@ -329,7 +329,7 @@ class _Unfolding:
         """A fake value like ``node``'s for its copy ``made``: passes look at which values share memory."""
         val, other = node.meta.get("val"), twin.meta.get("val")
         if [*map(_layout, _tensors(val))] != [*map(_layout, _tensors(other))]:
-            raise NotFoldable(f"{node.name} has another shape than in the layer before")
+            raise NotRepeated(f"{node.name} has another shape than in the layer before")
         source = made.args[0] if made.args else None
         # Not a new value: elements of a tuple that share memory must go on sharing it.
         if node.target is operator.getitem and isinstance(source, fx.Node):
@@ -395,7 +395,7 @@ def _stretches(nodes: list[fx.Node], places: dict[fx.Node, LayerPlace], template
     """``nodes`` in order, cut where the template's parts begin and end.
 
     Raises:
-        NotFoldable: other nodes stand in between.
+        NotRepeated: other nodes stand in between.
     """
     found: list[list[fx.Node]] = []
     seen: set[str] = set()
@@ -406,7 +406,7 @@ def _stretches(nodes: list[fx.Node], places: dict[fx.Node, LayerPlace], template
         if part != before or not found:
             # Copies of a stretch follow one another, so that each part of the template must be one stretch.
             if part in seen:
-                raise NotFoldable(f"the {part} of a layer is not in one piece")
+                raise NotRepeated(f"the {part} of a layer is not in one piece")
             seen |= {part} if part is not None else set()
             found.append([])
         found[-1].append(node)
