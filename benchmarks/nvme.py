@@ -28,7 +28,7 @@ from facts import Load, append_json, describe, machine_facts, version
 
 import zerograph._core as _core
 from zerograph._core import Direction, IoEngine, Priority, Slab
-from zerograph.runtime.homes.nvme import huge_tensor
+from zerograph.runtime.offload.nvme import huge_tensor
 
 MIB, GIB = 2**20, 2**30
 Run = Callable[[str], tuple[float, float]]

@@ -21,10 +21,10 @@ from facts import append_json, describe, machine_facts
 from torch import nn
 
 import zerograph
-from zerograph.core.plan import Bucket, Homes, Param, Plan
+from zerograph.core.plan import Bucket, Param, Placement, Plan
 from zerograph.optim.ring import through_slots
-from zerograph.runtime.homes.nvme import Arena
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.nvme import Arena
+from zerograph.runtime.offload.shards import ShardStore
 
 WIDTH = 4096
 BLOCK_ROWS = 2048  # 8 Mi parameters in a bucket, 32 MiB each
@@ -75,7 +75,7 @@ def main() -> None:
 def plan_of(params: dict[str, nn.Parameter]) -> Plan:
     """Every parameter a bucket, its states on NVMe."""
     described = (Param(name, tuple(p.shape), *["float32"] * 3, True, sharded=True) for name, p in params.items())
-    buckets = (Bucket(i, p.name, (p,), "use", Homes(optimizer="nvme")) for i, p in enumerate(described))
+    buckets = (Bucket(i, p.name, (p,), "use", Placement(optimizer="nvme")) for i, p in enumerate(described))
     return Plan(3, 1, tuple(buckets), 1)
 
 

@@ -23,8 +23,8 @@ from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.executor import Executor, Runtime
 from zerograph.runtime.executor.residency import GatheredCache, StepCount
 from zerograph.runtime.executor.telemetry import Telemetry
-from zerograph.runtime.homes.nvme import Arena
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.nvme import Arena
+from zerograph.runtime.offload.shards import ShardStore
 
 BUCKETS, PARAMS, RUNS = 48, 12, 300
 

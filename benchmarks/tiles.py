@@ -63,8 +63,8 @@ class Training:
         args = self.args
         torch.manual_seed(0)
         model = nn.Linear(args.width, args.rows, bias=False)
-        away: dict[str, Any] = {"offload": "parameters", "tier": "nvme", "path": args.path} if args.path else {}
-        self.backend = zerograph.backend(stage=3, bucket_size="64KiB", tile=self.tiles, **away)
+        offloaded: dict[str, Any] = {"offload": "parameters", "tier": "nvme", "path": args.path} if args.path else {}
+        self.backend = zerograph.backend(stage=3, bucket_size="64KiB", tile=self.tiles, **offloaded)
         self.compiled = torch.compile(model, backend=self.backend)
         self.optimizer = zerograph.optim.AdamW(model.parameters(), lr=1e-3)
         self.x = torch.randn(args.tokens, args.width)

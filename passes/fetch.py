@@ -25,17 +25,17 @@ from zerograph.graph.ops import FETCH, GATHER, WAIT_FETCH
 
 def fetch(gm: fx.GraphModule, plan: Plan) -> int:
     """Rewrite ``gm`` (forward, backward or inference graph) in place; returns the number of fetches inserted."""
-    away = [
+    offloaded = [
         gather
         for gather in gm.graph.find_nodes(op="call_function", target=GATHER, sort=True)
-        if plan.buckets[gather.args[1]].homes.parameters != "device"  # type: ignore[index]
+        if plan.buckets[gather.args[1]].placement.parameters != "device"  # type: ignore[index]
     ]
-    for gather in away:
+    for gather in offloaded:
         _fetch(gm.graph, gather)
-    if away:
+    if offloaded:
         gm.graph.lint()
         gm.recompile()
-    return len(away)
+    return len(offloaded)
 
 
 def _fetch(graph: fx.Graph, gather: fx.Node) -> None:

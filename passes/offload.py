@@ -2,11 +2,11 @@
 
 In the forward, where the last layer ends that reads a value, the value leaves, and what stands for it is saved:
 
-    away = zg.spill_saved([value, ...])
+    offloaded = zg.spill_saved([value, ...])
 
 In the backward it begins to come back ``plan.fetch_ahead`` layers before the one that needs it, where it is waited for:
 
-    pending = zg.fetch_saved(away); ...; value, ... = zg.wait_fetch_saved(pending, away)
+    pending = zg.fetch_saved(offloaded); ...; value, ... = zg.wait_fetch_saved(pending, offloaded)
 
 Tensors that look at one memory move together. Safe because nothing writes to a saved value, and no operator of the
 forward reads one after it has left. The model's outputs stay, and so do inputs, tensors on the processor beside an
@@ -135,7 +135,7 @@ def _fetch(graph: fx.Graph, groups: _Groups, tier_of: Mapping[str, Tier], ahead:
 class _Return:
     """Tensors that come back together; ``readers`` are those of each."""
 
-    away: list[fx.Node]
+    offloaded: list[fx.Node]
     readers: list[list[fx.Node]]
     fact: SavedFact
     pending: fx.Node | None = None
@@ -145,21 +145,21 @@ class _Return:
         cls, owners: Sequence[fx.Node], groups: _Groups, tier_of: Mapping[str, Tier], given: Mapping[str, fx.Node]
     ) -> _Return:
         tensors, fact = _together(owners, groups, tier_of)
-        away = [given[tensor.name] for tensor in tensors]
-        return cls(away, [list(tensor.users) for tensor in away], fact)
+        offloaded = [given[tensor.name] for tensor in tensors]
+        return cls(offloaded, [list(tensor.users) for tensor in offloaded], fact)
 
     def begin(self, place: fx.Node) -> None:
         with place.graph.inserting_before(place):
-            node = call(place.graph, FETCH_SAVED, (self.away,), self.away[0].meta["val"].new_empty(0))
+            node = call(place.graph, FETCH_SAVED, (self.offloaded,), self.offloaded[0].meta["val"].new_empty(0))
         node.meta["zg"], self.pending = self.fact, node
 
     def wait(self, place: fx.Node) -> None:
-        graph, vals = place.graph, [tensor.meta["val"] for tensor in self.away]
+        graph, vals = place.graph, [tensor.meta["val"] for tensor in self.offloaded]
         with graph.inserting_before(place):
-            wait = call(graph, WAIT_FETCH_SAVED, (self.pending, self.away), vals)
+            wait = call(graph, WAIT_FETCH_SAVED, (self.pending, self.offloaded), vals)
             here = [call(graph, operator.getitem, (wait, k), val) for k, val in enumerate(vals)]
         wait.meta["zg"] = self.fact
-        for tensor, back, readers in zip(self.away, here, self.readers, strict=True):
+        for tensor, back, readers in zip(self.offloaded, here, self.readers, strict=True):
             for reader in readers:
                 reader.replace_input_with(tensor, back)
 

@@ -159,10 +159,10 @@ def _recompute_middle(read: Gathered, weights: Mapping[str, int], forward: Set[f
 
 def _save_offloaded(forward: list[fx.Node], plan: Plan) -> None:
     """Save the activations that wait off the device, but for those of layers that are recomputed."""
-    away = {name for name, _ in plan.offload if layer_of_activation(name) not in plan.recompute}
-    for node in forward if away else ():
+    offloaded = {name for name, _ in plan.offload if layer_of_activation(name) not in plan.recompute}
+    for node in forward if offloaded else ():
         fact = node.meta.get("zg")
-        if isinstance(fact, Activation) and fact.name in away and node.meta.keys().isdisjoint(_TAGS):
+        if isinstance(fact, Activation) and fact.name in offloaded and node.meta.keys().isdisjoint(_TAGS):
             _save(node)
 
 

@@ -1,4 +1,4 @@
-"""Move reduced gradients to their home off the device as soon as they are there, while the backward goes on.
+"""Move reduced gradients off the device as soon as they are there, while the backward goes on.
 
     here = zg.wait_reduce(...); there = zg.spill(here, bucket)
 
@@ -6,7 +6,7 @@ A gradient that is reduced in tiles moves tile by tile, each with what stands fo
 
     there = zg.spill(here, bucket, there)
 
-Safe because nothing reads a reduced gradient but the graph's output, which then returns what stands for it at its home,
+Safe because nothing reads a reduced gradient but the graph's output, which then returns what stands for it there,
 or puts its tile beside the others, which is done there.
 """
 
@@ -26,7 +26,7 @@ def spill(gm: fx.GraphModule, plan: Plan) -> int:
     moved = 0
     for wait in gm.graph.find_nodes(op="call_function", target=WAIT_REDUCE, sort=True):
         bucket: Bucket = plan.buckets[wait.args[2]]  # type: ignore[index]
-        if bucket.homes.spilled != "device":
+        if bucket.placement.spilled != "device":
             moved += _spill(gm.graph, wait, bucket)
     if moved:
         gm.graph.lint()

@@ -32,7 +32,7 @@ class ForwardUpdate(DelayedUpdate, Protocol):
 
     def wait_for(self, gathers: Iterable[int]) -> None:
         """Return when it has ended for what ``gathers`` bring; they are numbers that
-        :meth:`~zerograph.runtime.homes.shards.ShardStore.gathers` gives."""
+        :meth:`~zerograph.runtime.offload.shards.ShardStore.gathers` gives."""
 
 
 _LIVING: weakref.WeakSet[DelayedUpdate] = weakref.WeakSet()

@@ -155,8 +155,8 @@ def _traced(
     make: Make,
     *given: Any,
 ) -> Traced:
-    away: dict[str, Any] = {"offload": "parameters", "path": "/"} if leaves else {}
-    config = Config.of(compute="eager", stage=0 if whole else 3, dtype=dtype, reduce_dtype=reduce_dtype, **away)
+    offloaded: dict[str, Any] = {"offload": "parameters", "path": "/"} if leaves else {}
+    config = Config.of(compute="eager", stage=0 if whole else 3, dtype=dtype, reduce_dtype=reduce_dtype, **offloaded)
     torch.manual_seed(0)
     return Traced(rank, world_size, config, *make(*given))
 
@@ -243,7 +243,7 @@ class Rank:
         self.backend._connected(ranks)
         self.backend._remember(self.params.values())
         self._executors = self._loaded(made.training)
-        self.backend._give_homes(made.training[0])
+        self.backend._place_shards(made.training[0])
         self.optimizer = optimizer(self)
 
     def parameters(self) -> Iterable[nn.Parameter]:

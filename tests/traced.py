@@ -167,7 +167,7 @@ class TracedOnce:
                 for program in frame.programs.values():
                     agreement.check(frame.code, program)
             if graph.trains:
-                backend._give_homes(frame)
+                backend._place_shards(frame)
         assert frame.runtime is not None
         return graph, {kind: Executor(frame.programs[kind], segments[kind], frame.runtime) for kind in segments}
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_DEFINED_IN = {
     "Backend": "api",
     "backend": "api",
     "backend_of": "api",
@@ -54,9 +54,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    if name not in _HOMES:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
     # From now on found as any name is, without this function.
     globals()[name] = value
     return value

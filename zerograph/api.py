@@ -35,16 +35,16 @@ from zerograph.runtime.executor.executor import Runtime
 from zerograph.runtime.executor.residency import GatheredCache, StepCount
 from zerograph.runtime.executor.telemetry import Telemetry
 from zerograph.runtime.executor.uncompiled import UncompiledReads
-from zerograph.runtime.homes.hosted import HostShards
-from zerograph.runtime.homes.nvme import Arena
-from zerograph.runtime.homes.saved import room_for
-from zerograph.runtime.homes.shards import ShardStore
 from zerograph.runtime.malloc import return_large_blocks
+from zerograph.runtime.offload.hosted import HostShards
+from zerograph.runtime.offload.nvme import Arena
+from zerograph.runtime.offload.saved import room_for
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.testing.simulated_host import SimulatedHost
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.files.materialize import Files, Init, files_to_read, fill
-from zerograph.sharding.ranks import Ranks, home_of
+from zerograph.sharding.ranks import Ranks, device_of
 from zerograph.sharding.torch_private import Retrace, before_traces, called_model, errors_reach_users
 
 
@@ -101,20 +101,20 @@ class Backend:
                 compiled = compile_frame(frame, gm, example_inputs, self._planner)
                 late = self._adoption.late(frame.plan) if "backward" in frame.programs else {}
                 if "backward" in frame.programs and not late:
-                    self._give_homes(frame)  # not while anything is traced
+                    self._place_shards(frame)  # not while anything is traced
             if late:
                 self._frames.pop()
                 self._adoption.leave(late)
                 raise Retrace
             return compiled
 
-    def _give_homes(self, frame: Frame) -> None:
+    def _place_shards(self, frame: Frame) -> None:
         """Move the shards that leave the device by the plan of a training frame."""
         # They have other memory then, which nobody has assigned.
         rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
         moved = lambda param: self._optimizers.remember([param])  # noqa: E731
-        away = room_for(frame.programs["forward"])
-        self._waiting[frame.code] = max(away, self._waiting.get(frame.code, 0))
+        offloaded = room_for(frame.programs["forward"])
+        self._waiting[frame.code] = max(offloaded, self._waiting.get(frame.code, 0))
         self._store.settle(frame.plan, MOMENTS, moved, rest, sum(self._waiting.values()))
         self._store.fetches.know_gathers(frame.programs["forward"])
 
@@ -380,7 +380,7 @@ def shard(model: nn.Module, backend: Backend, device: torch.device | str | None 
     refuse_other_backends(backend, "zerograph.shard")
     adopt.refuse_wrapped([model])
     _BY_MODEL[model] = backend
-    backend._adoption.shard([model], home_of(model, backend.config, device))
+    backend._adoption.shard([model], device_of(model, backend.config, device))
     return model
 
 
@@ -421,11 +421,11 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
     owner = _BY_MODEL.get(model)
     if owner is None:
         return fill(model, None, init, given)
-    homes = owner._planner.homes_before()
-    leaves = is_disk(homes.parameters)
+    placement = owner._planner.placement_before()
+    leaves = is_disk(placement.parameters)
     if leaves:
         owner._store.early.forget()
-        owner._store.reserve({}, homes, owner.config.casts, MOMENTS, early=True)
+        owner._store.reserve({}, placement, owner.config.casts, MOMENTS, early=True)
     return fill(model, owner._adoption, init, given, owner._store if leaves else None)
 
 

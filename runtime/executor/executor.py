@@ -38,8 +38,8 @@ from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import EarlyUpdates
 from zerograph.runtime.executor.residency import GatheredCache
 from zerograph.runtime.executor.telemetry import Telemetry, label
-from zerograph.runtime.homes.saved import Returning
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.saved import Returning
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import is_held_alone
 
 Callee = Callable[[list[Any]], Sequence[Any]]
@@ -259,8 +259,10 @@ class Executor:
             registers[register] = tensor
 
     def _spill_saved(self, instruction: Move, registers: list[Any]) -> None:
-        away = self.store.saved.spill([registers[r] for r in instruction.reads], instruction.target, instruction.label)
-        for register, tensor in zip(instruction.writes, away, strict=True):
+        offloaded = self.store.saved.spill(
+            [registers[r] for r in instruction.reads], instruction.target, instruction.label
+        )
+        for register, tensor in zip(instruction.writes, offloaded, strict=True):
             registers[register] = tensor
 
     def _fetch_saved(self, instruction: Move, registers: list[Any]) -> None:
@@ -268,8 +270,8 @@ class Executor:
         if instruction.staged:  # on its way from NVMe
             registers[out] = self.store.saved.copy_up(registers[instruction.reads[0]])
         else:
-            away = [registers[r] for r in instruction.reads]
-            registers[out] = self.store.saved.fetch(away, instruction.source, instruction.label)
+            offloaded = [registers[r] for r in instruction.reads]
+            registers[out] = self.store.saved.fetch(offloaded, instruction.source, instruction.label)
 
     def _spill(self, instruction: Move, registers: list[Any]) -> None:
         there: list[Tensor | None] = [registers[r] for r in instruction.reads[: len(instruction.params)]]

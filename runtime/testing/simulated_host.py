@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerograph.runtime.buffers import BufferPool
-from zerograph.runtime.homes.host import Pairs
+from zerograph.runtime.offload.host import Pairs
 
 
 class SimulatedHost:
@@ -27,15 +27,15 @@ class SimulatedHost:
 
     @torch.inference_mode(False)
     def room(self, size: int) -> Tensor:
-        """See :class:`~zerograph.runtime.homes.host.HostMemory`."""
+        """See :class:`~zerograph.runtime.offload.host.HostMemory`."""
         return torch.empty(size, dtype=torch.uint8)
 
     def above(self, size: int) -> Tensor:
-        """See :class:`~zerograph.runtime.homes.host.HostMemory`; used again when nothing reads it."""
+        """See :class:`~zerograph.runtime.offload.host.HostMemory`; used again when nothing reads it."""
         return self._above.take(size)
 
     def start(self, pairs: Pairs, arrived: Callable[[], None] = lambda: None) -> _Copying:
-        """See :class:`~zerograph.runtime.homes.host.HostMemory`."""
+        """See :class:`~zerograph.runtime.offload.host.HostMemory`."""
         for _, target in pairs:
             # All bits of a byte: not-a-number in any dtype that looks at it.
             target.fill_(torch.nan if target.is_floating_point() else 0xFF)
@@ -47,7 +47,7 @@ class SimulatedHost:
         return _Copying(self.after_copies(job))
 
     def after_copies(self, job: Callable[[], None]) -> Future[None]:
-        """See :data:`~zerograph.runtime.homes.host.AfterCopies`."""
+        """See :data:`~zerograph.runtime.offload.host.AfterCopies`."""
         thread = self._threads.get(os.getpid())
         if thread is None:
             thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
@@ -59,7 +59,7 @@ class _Copying:
         self._future = future
 
     def wait(self) -> None:
-        """See :class:`~zerograph.runtime.homes.host.Transfer`."""
+        """See :class:`~zerograph.runtime.offload.host.Transfer`."""
         self._future.result()
 
     arrive = wait

@@ -12,10 +12,10 @@ from planner.test_offload import GPU, MIB, file_of, placed, ruled
 
 from zerograph.cli import main
 from zerograph.cli.check import SENTENCES
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 
 STEP = step_of([Layer(rows=MIB, inside=4 * MIB)] * 3)
-FILE = file_of(STEP, placed(ruled(STEP), Homes("host", "host", "host")), GPU)
+FILE = file_of(STEP, placed(ruled(STEP), Placement("host", "host", "host")), GPU)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from zerograph.cli.plan import explanation
 from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.core.files.planfile import PlanFile, Reason
 from zerograph.core.machine import TIERS, machine_named
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 from zerograph.core.timeline import STREAMS
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.explain.check_file import check_file
@@ -239,7 +239,7 @@ def test_a_plan_that_offloads_is_forecast_from_its_schedule_and_shown(model: Pat
     result = run(f"{model}:small", *OFFLOAD, "parameters", "--tier", "nvme", "-o", str(out), "--explain")
     assert result.exit_code == 0, result.stderr
     file = PlanFile.from_json(out.read_text())
-    assert {b.homes for b in file.plan.buckets} == {Homes("nvme", "nvme", "nvme")}
+    assert {b.placement for b in file.plan.buckets} == {Placement("nvme", "nvme", "nvme")}
     assert {s.stream for s in file.forecast.spans} == set(STREAMS)
     assert set(file.forecast.peaks) == set(TIERS) and file.tokens == 4 * 64
     assert any("not a program" in text for text in file.forecast.not_counted)
@@ -260,20 +260,20 @@ def test_offload_auto_takes_to_the_host_what_the_device_has_no_room_for(model: P
         assert result.exit_code == 0, result.stderr
         files.append(PlanFile.from_json(out.read_text()))
     assert (
-        any("host" in bucket.homes.away for bucket in files[1].plan.buckets)
+        any("host" in bucket.placement.offload_tiers for bucket in files[1].plan.buckets)
         and files[0].forecast.seconds <= files[1].forecast.seconds
     )
     assert files[0].forecast.peaks["device"].bytes > files[1].budget["device"]
     assert files[1].forecast.peaks["device"].bytes <= files[1].budget["device"]
     printed = CliRunner().invoke(main, ["diff", *(str(tmp_path / f"{m}.json") for m in ("8GiB", "10MiB"))]).stdout
-    assert "homes " in printed and "on host" in printed
+    assert "placement " in printed and "on host" in printed
 
 
 def test_one_rank_offloads_too_and_says_what_is_missing(model: Path) -> None:
     one = (f"{model}:small", "--batch", "2", "--seq", "64", "--stage", "1", "--offload", "optimizer", "--tier", "host")
     result = run(*one, "--json")
     assert result.exit_code == 0, result.stderr
-    assert {b.homes for b in PlanFile.from_json(result.stdout).plan.buckets} == {Homes(optimizer="host")}
+    assert {b.placement for b in PlanFile.from_json(result.stdout).plan.buckets} == {Placement(optimizer="host")}
     missing = run(*one, "--memory", "2MiB")
     assert missing.exit_code == 1
     assert "error: the step needs" in missing.stderr and "of device memory per rank at least" in missing.stderr
@@ -337,7 +337,7 @@ def test_largest_is_larger_where_more_may_leave_the_device(model: Path, tmp_path
     )
     assert stays is not None and found is not None and int(found[1]) > int(stays[1])
     file = PlanFile.from_json(out.read_text())
-    assert file.tokens == 32 * int(found[1]) and any(bucket.homes.away for bucket in file.plan.buckets)
+    assert file.tokens == 32 * int(found[1]) and any(bucket.placement.offload_tiers for bucket in file.plan.buckets)
     assert all(peak.bytes <= file.budget[tier] for tier, peak in file.forecast.peaks.items())
     offload = (f"{model}:shallow", "--world", "4", "--seq", "32", "--memory", "16MiB", "--offload", "auto")
     assert run(*offload, "--batch", found[1]).exit_code == 0
@@ -627,7 +627,9 @@ def test_tiles_that_make_no_sense(given: list[str], tmp_path: Path) -> None:
     assert ran.exit_code != 0 and ("tile" in ran.output or "tile" in str(ran.exception))
 
 
-@pytest.mark.parametrize("given", [[], ["--offload", "optimizer", "--machine", "v100-32gb-dgx2"]], ids=["here", "away"])
+@pytest.mark.parametrize(
+    "given", [[], ["--offload", "optimizer", "--machine", "v100-32gb-dgx2"]], ids=["here", "offloaded"]
+)
 def test_tokens_of_layers_can_be_planned_in_tiles(given: list[str]) -> None:
     sizes = ["--params", "50M", "--layers", "4", "--hidden", "512", "--vocab", "512", "--seq", "2048", "--world", "2"]
     peaks = []

@@ -53,16 +53,16 @@ def test_updates_begin_behind_the_last_instruction_of_their_bucket(stage: int) -
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_moves_say_where_their_home_is_and_which_is_the_last(tier: str, tmp_path: Path) -> None:
-    away: dict[str, Any] = {"path": str(tmp_path)} if tier == "nvme" else {}
-    found = _instructions(stage=3, offload="parameters", tier=tier, machine=SPLIT, **away)
+def test_moves_say_where_their_tier_is_and_which_is_the_last(tier: str, tmp_path: Path) -> None:
+    offloaded: dict[str, Any] = {"path": str(tmp_path)} if tier == "nvme" else {}
+    found = _instructions(stage=3, offload="parameters", tier=tier, machine=SPLIT, **offloaded)
     assert all(each.fetched for each in found["forward Gather"] + found["backward Gather"])
     fetches, spills = found["forward fetch"] + found["backward fetch"], found["backward spill"]
-    assert all(each.home == tier and each.staged == (tier == "nvme") for each in fetches + spills)
+    assert all(each.offload_tier == tier and each.staged == (tier == "nvme") for each in fetches + spills)
     assert all(each.leaves and not each.updatable for each in found["backward WaitReduce"])
     assert all(each.complete for each in spills)
     for each in found.get("forward read", []) + found.get("backward write", []):
-        assert each.home == "nvme" and not each.staged
+        assert each.offload_tier == "nvme" and not each.staged
     assert ("backward write" in found) == (tier == "nvme")
 
 

@@ -210,8 +210,8 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
 def test_activations_that_are_not_made_here_are_named(tmp_path: Path) -> None:
     path = planned(tmp_path / "plan.json", world=1, dtype="float32")
     file = read_plan(path)
-    away = (("blocks.7", "nvme"), ("blocks.0", "nvme"), ("blocks.0.up:relu#9", "nvme"))
-    path.write_text(replace(file, plan=replace(file.plan, offload=away)).to_json())
+    offloaded = (("blocks.7", "nvme"), ("blocks.0", "nvme"), ("blocks.0.up:relu#9", "nvme"))
+    path.write_text(replace(file, plan=replace(file.plan, offload=offloaded)).to_json())
     (message,) = run(1, _error_of, path, Deep, {"dtype": torch.float32, "path": str(tmp_path)})
     assert "activations of blocks.7 leave the device in the plan, and are not made here" in message
     assert "activations of blocks.0.up:relu#9 leave" in message and "blocks.0 leave" not in message
@@ -255,7 +255,7 @@ def test_files_that_are_no_plan(tmp_path: Path) -> None:
     for text, message in (
         ("{}", "holds no plan"),
         ("torch", "holds no plan"),
-        ('{"version": 9, "digest": ""}', "version 9"),
+        ('{"version": 10, "digest": ""}', "version 10"),
     ):
         with pytest.raises(ConfigError, match=rf"plan\.json: .*{message}"):
             zerograph.backend(plan=_written(path, text))

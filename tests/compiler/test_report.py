@@ -40,9 +40,9 @@ def test_a_backend_that_has_not_run_yet() -> None:
 
 
 def test_what_is_on_nvme_is_reported_by_kind() -> None:
-    away = replace(REPORT, on_nvme={"gradients": 2**20, "optimizer states": 2**21}, slots=2**22)
+    offloaded = replace(REPORT, on_nvme={"gradients": 2**20, "optimizer states": 2**21}, slots=2**22)
     line = "  on NVMe: gradients 1 MiB, optimizer states 2 MiB; updates stream through 4 MiB of memory"
-    assert str(away).splitlines()[3] == line
+    assert str(offloaded).splitlines()[3] == line
 
 
 def test_of_a_graph_break_the_first_line_is_shown() -> None:

@@ -31,7 +31,7 @@ def program(kind: str, *moves: Move) -> Program:
 
 
 def read_shard(tile: int = 0) -> Move:
-    return Move("nvme", "host", "shard", FIRST.name, FIRST.name, 8, (), (), (), FIRST.index, tile, home="nvme")
+    return Move("nvme", "host", "shard", FIRST.name, FIRST.name, 8, (), (), (), FIRST.index, tile, offload_tier="nvme")
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda t: (t[0], t[0] + t[1]))))

@@ -81,8 +81,8 @@ def _trained(**options: object) -> tuple[list[float], list[Tensor]]:
 
 def _from_any_tier(folder: str) -> None:
     for dtype in (None, torch.bfloat16):
-        expected, away = _trained(dtype=dtype), {"dtype": dtype, "tier": "nvme", "path": folder}
-        found = [_trained(offload=offload, **away) for offload in ("gradients", "parameters")]
+        expected, offloaded = _trained(dtype=dtype), {"dtype": dtype, "tier": "nvme", "path": folder}
+        found = [_trained(offload=offload, **offloaded) for offload in ("gradients", "parameters")]
         _same_bits(*found)
         if dist.get_world_size() > 1:
             _same_bits(expected, found[0])

@@ -12,11 +12,11 @@ from graphs import fake_world
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerograph
-from zerograph.compiler.frame_plan import farthest, homes_of
+from zerograph.compiler.frame_plan import farthest, placement_of
 from zerograph.core.config import OFFLOAD, Config
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.machine import machine_named
-from zerograph.core.plan import DEVICE, OFFLOADS, Homes, level_at
+from zerograph.core.plan import DEVICE, OFFLOADS, Placement, level_at
 
 WRONG: list[tuple[str, Any, str]] = [
     ("stage", 4, 'stage must be 0, 1, 2, 3 or "auto", got 4'),
@@ -152,9 +152,9 @@ def test_offload_goes_to_nvme_which_needs_a_folder(offload: str, tier: str | Non
         zerograph.backend(offload=offload, tier=tier)
     config = zerograph.backend(offload=offload, tier=tier, path="/tmp", memory="1GiB").config
     assert config.offloads and config.searches
-    homes = farthest(config)
-    assert homes.away == {"nvme"}
-    assert homes_of(config) == (DEVICE if offload == "auto" else homes)
+    placement = farthest(config)
+    assert placement.offload_tiers == {"nvme"}
+    assert placement_of(config) == (DEVICE if offload == "auto" else placement)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -166,10 +166,10 @@ def test_activations_may_leave_alone(stage: int) -> None:
     with pytest.raises(ConfigError, match="path given, and nothing goes to NVMe"):
         zerograph.backend(stage=stage, activations="keep", path="/tmp")
     config = zerograph.backend(stage=stage, activations="nvme", path="/tmp").config
-    assert config.away == {"nvme"} and config.saved == "nvme" and not config.offloads
-    assert homes_of(config) == DEVICE
-    assert zerograph.backend(activations="host").config.away == {"host"}
-    assert not zerograph.backend(activations="auto").config.away
+    assert config.offload_tiers == {"nvme"} and config.saved == "nvme" and not config.offloads
+    assert placement_of(config) == DEVICE
+    assert zerograph.backend(activations="host").config.offload_tiers == {"host"}
+    assert not zerograph.backend(activations="auto").config.offload_tiers
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (1, "gradients"), (2, "parameters")])
@@ -182,8 +182,8 @@ def test_offload_has_the_vocabulary_of_plans() -> None:
     assert (*OFFLOADS, "auto") == OFFLOAD
     for stage in range(4):
         for level, offload in enumerate(OFFLOADS):
-            homes = Homes(**dict.fromkeys(OFFLOADS[1 : level + 1], "host"))
-            assert homes.least_stage == level
+            placement = Placement(**dict.fromkeys(OFFLOADS[1 : level + 1], "host"))
+            assert placement.least_stage == level
             if level <= stage:
                 assert level_at(stage, offload) == level
             else:

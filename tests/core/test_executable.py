@@ -8,7 +8,7 @@ import pytest
 
 from zerograph.core.executable import Executable
 from zerograph.core.machine import machine_named
-from zerograph.core.plan import Bucket, Homes, Param, Plan
+from zerograph.core.plan import Bucket, Param, Placement, Plan
 
 PARAM = Param("a.weight", (64, 4), "float32", "float32", "float32", True, True)
 PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
@@ -19,12 +19,12 @@ PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
     [
         (PLAN, "", ""),
         (
-            replace(PLAN, buckets=(replace(PLAN.buckets[0], homes=Homes(optimizer="nvme")),)),
+            replace(PLAN, buckets=(replace(PLAN.buckets[0], placement=Placement(optimizer="nvme")),)),
             "",
             "optimizer on nvme (bucket a)",
         ),
         (
-            replace(PLAN, buckets=(replace(PLAN.buckets[0], homes=Homes("host", "host", "nvme"), tiles=2),)),
+            replace(PLAN, buckets=(replace(PLAN.buckets[0], placement=Placement("host", "host", "nvme"), tiles=2),)),
             "parameters and gradients on host, optimizer on nvme (bucket a)",
             "parameters and gradients on host, optimizer on nvme (bucket a)",
         ),
@@ -48,7 +48,7 @@ def test_what_is_missing(plan: Plan, cpu: str, cuda: str) -> None:
 def test_where_something_may_go_on_a_split_machine() -> None:
     split = replace(machine_named("cpu"), split=True)
     assert Executable.on(split).tiers == ("host", "nvme") and Executable.on(split, disks=()).tiers == ("host",)
-    beyond = replace(PLAN, buckets=(replace(PLAN.buckets[0], homes=Homes("host", "host", "nvme")),))
+    beyond = replace(PLAN, buckets=(replace(PLAN.buckets[0], placement=Placement("host", "host", "nvme")),))
     assert Executable.on(split).missing(beyond) == ""
     assert Executable.on(split, disks=()).missing(beyond) == (
         "parameters and gradients on host, optimizer on nvme (bucket a)"

@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from zerograph.core.instructions import Gather, Move
 from zerograph.core.machine import Machine, Tier, machine_named
 from zerograph.core.placement import copy_tier, values_tier
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 from zerograph.core.step import Param
 from zerograph.planner.programs.placement import Shards, kept_on
 
 CPU = machine_named("cpu")
 SPLIT = replace(CPU, split=True)
-NVME = Homes("nvme", "nvme", "nvme")
-STATES = Homes(optimizer="nvme")
-HOST = Homes("host", "host", "host")
-STATES_BELOW = Homes("host", "host", "nvme")
+NVME = Placement("nvme", "nvme", "nvme")
+STATES = Placement(optimizer="nvme")
+HOST = Placement("host", "host", "host")
+STATES_BELOW = Placement("host", "host", "nvme")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "trainable", "homes", "split", "values", "copy"),
+    ("dtype", "trainable", "placement", "split", "values", "copy"),
     [
-        ("float32", True, Homes(), False, "device", None),
+        ("float32", True, Placement(), False, "device", None),
         ("float32", True, STATES, False, "nvme", "device"),  # a master, of which 16 bits are gathered
         ("float32", True, NVME, False, "nvme", "nvme"),
         ("float32", False, NVME, False, "nvme", "nvme"),  # a frozen base is cast once, and not in each step
@@ -46,9 +46,11 @@ STATES_BELOW = Homes("host", "host", "nvme")
         ("bfloat16", False, STATES_BELOW, True, "host", None),
     ],
 )
-def test_the_rule(dtype: str, trainable: bool, homes: Homes, split: bool, values: Tier, copy: Tier | None) -> None:
+def test_the_rule(
+    dtype: str, trainable: bool, placement: Placement, split: bool, values: Tier, copy: Tier | None
+) -> None:
     param = Param("weight", (4, 4), dtype, "bfloat16", "float32", trainable, sharded=True)
-    assert (values_tier(param, homes, split), copy_tier(param, homes, split)) == (values, copy)
+    assert (values_tier(param, placement, split), copy_tier(param, placement, split)) == (values, copy)
 
 
 class Adapted(nn.Module):
@@ -86,8 +88,8 @@ def _found(machine: Machine, rank: Rank) -> dict[str, tuple[int, int]]:
         if isinstance(each, Move) and each.what == "shard" and not each.staged:
             fetched[each.bucket] += each.bytes
     for bucket in frame.plan.buckets:
-        size = Shards.of(bucket.params, rank.world_size, 0, staging).at(bucket.homes).fetched
-        found[bucket.name] = fetched[bucket.index], size if bucket.homes.parameters != "device" else 0
+        size = Shards.of(bucket.params, rank.world_size, 0, staging).at(bucket.placement).fetched
+        found[bucket.name] = fetched[bucket.index], size if bucket.placement.parameters != "device" else 0
     return found
 
 
@@ -96,8 +98,8 @@ def _found(machine: Machine, rank: Rank) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_plans_count_what_is_there(machine: Machine, offload: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
     options = {"stage": 3, "dtype": dtype, "bucket_size": 1, "machine": machine}
-    away = {"offload": offload, "path": str(tmp_path)}
-    for found in harness.run(2, partial(_found, machine), made, optimizer=sgd, **options, **away):
+    offloaded = {"offload": offload, "path": str(tmp_path)}
+    for found in harness.run(2, partial(_found, machine), made, optimizer=sgd, **options, **offloaded):
         assert all(there == planned for there, planned in found.values()), found
         assert (found["on NVMe"][0] > 0) == (machine.split or dtype is not None or offload == "parameters")
 
@@ -114,8 +116,8 @@ def _gathered(rank: Rank) -> dict[str, int]:
 def test_one_rank_casts_a_frozen_master_that_stays(bucket_size: int | str, tmp_path: Path) -> None:
     """Trained masters are on NVMe, with copies on the device; what is not updated stays, and each gather casts it."""
     options = {"stage": 3, "dtype": torch.bfloat16, "bucket_size": bucket_size, "machine": CPU}
-    away = {"offload": "optimizer", "path": str(tmp_path)}
-    (found,) = harness.run(1, _gathered, made, optimizer=sgd, **options, **away)
+    offloaded = {"offload": "optimizer", "path": str(tmp_path)}
+    (found,) = harness.run(1, _gathered, made, optimizer=sgd, **options, **offloaded)
     assert sum(found.values()) == 128 * 128 * 2
     assert len(found) == (4 if bucket_size == 1 else 1)
 
@@ -126,7 +128,7 @@ def _room(rank: Rank) -> int:
 
 
 def test_there_is_room_for_frozen_parameters_that_train_later(tmp_path: Path) -> None:
-    away = {"stage": 3, "dtype": torch.bfloat16, "offload": "optimizer", "path": str(tmp_path)}
-    (room,) = harness.run(1, _room, made, optimizer=sgd, **away)
+    offloaded = {"stage": 3, "dtype": torch.bfloat16, "offload": "optimizer", "path": str(tmp_path)}
+    (room,) = harness.run(1, _room, made, optimizer=sgd, **offloaded)
     trained, frozen = 2 * 64 * 128, 128 * 128
     assert room >= (trained + frozen) * 4 + trained * 2 * 4  # masters of all, and two moments

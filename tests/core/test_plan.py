@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.machine import TIERS
-from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.step import Param
 
 _DTYPES = st.sampled_from(["float32", "bfloat16", "float64"])
@@ -32,7 +32,7 @@ _BUCKETS = st.builds(
     name=st.text(),
     params=st.lists(_PARAMS, max_size=3).map(tuple),
     residency=st.sampled_from(["use", "backward", "step"]),
-    homes=st.builds(Homes, _TIERS, _TIERS, _TIERS),
+    placement=st.builds(Placement, _TIERS, _TIERS, _TIERS),
     tiles=st.integers(1, 4),
     ahead=st.none() | st.integers(-1, 9),
 )
@@ -72,7 +72,7 @@ def test_plans_that_differ_have_different_digests(one: Plan, other: Plan) -> Non
 def test_another_version_is_refused() -> None:
     data = json.loads(Plan(3, 2, (), 1).to_json())
     for version in (4, 99, None):
-        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 9"):
+        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 10"):
             Plan.from_json(json.dumps({**data, "version": version}))
 
 

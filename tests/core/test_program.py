@@ -87,7 +87,7 @@ def test_moves_are_between_two_neighbouring_tiers() -> None:
     assert {name: move.rises for name, move in moves.items()} == rises
     assert all(abs(TIERS.index(source) - TIERS.index(target)) == 1 for source, target in LINKS)
     assert len({move.stream for move in moves.values()}) == len(LINKS)
-    staged = [replace(move, home=tier).staged for tier in ("host", "nvme") for move in moves.values()]
+    staged = [replace(move, offload_tier=tier).staged for tier in ("host", "nvme") for move in moves.values()]
     assert staged == [False] * 4 + [True, True, False, False]
 
 

@@ -43,7 +43,7 @@ def test_odd_gradients_views_and_inference(offload: str) -> None:
     run(1, _here, _odd, offload)
 
 
-def test_checkpoints_load_at_either_home(tmp_path: Path) -> None:
+def test_checkpoints_load_at_either_tier(tmp_path: Path) -> None:
     run(2, _here, cases.resumed, str(tmp_path / "checkpoint"))
 
 
@@ -51,7 +51,7 @@ def test_memory_for_gradients_is_used_again() -> None:
     run(1, _here, cases.memory_of_gradients)
 
 
-def _each_home(dtype: torch.dtype | None) -> None:
+def _each_tier(dtype: torch.dtype | None) -> None:
     for make in (adamw, momentum, stock):
         trained = []
         for offload in ("optimizer", "gradients", "parameters"):
@@ -67,8 +67,8 @@ def _each_home(dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["own", "bfloat16"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_each_home_gives_the_same_bits(world_size: int, dtype: torch.dtype | None) -> None:
-    run(world_size, _here, _each_home, dtype)
+def test_each_tier_gives_the_same_bits(world_size: int, dtype: torch.dtype | None) -> None:
+    run(world_size, _here, _each_tier, dtype)
 
 
 def _activations(recompute: str) -> int:

@@ -1,4 +1,4 @@
-"""Trainings with what a device has no room for on the host, or where ``away`` says, each beside one without.
+"""Trainings with what a device has no room for on the host, or where ``offloaded`` says, each beside one without.
 
 They run on a CPU whose host counts as a second memory (tests/numerics/test_host_tier.py), and on an accelerator
 (tests/gpu/test_tiers.py).
@@ -62,9 +62,9 @@ class Odd(nn.Module):
         return y.square().sum() + (y + self.shift).sum(), self.left[:2]
 
 
-def odd(away: dict[str, Any]) -> None:
+def odd(offloaded: dict[str, Any]) -> None:
     found = []
-    for more in ({}, away):
+    for more in ({}, offloaded):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Odd().to(Run.device)
@@ -87,11 +87,11 @@ def odd(away: dict[str, Any]) -> None:
         close(there, here)
 
 
-def alike(trains: Callable[[Run], None], away: dict[str, Any] | None, make: Any = adamw, **options: Any) -> None:
-    """Train in one memory, and with everything ``away`` from the device, and compare to the bit. On an accelerator the
+def alike(trains: Callable[[Run], None], offloaded: dict[str, Any] | None, make: Any = adamw, **options: Any) -> None:
+    """Train in one memory, and with everything ``offloaded``, and compare to the bit. On an accelerator the
     first has all but the parameters on the host, so that both are updated there."""
     first = {} if Run.device.type == "cpu" else on_host("optimizer")
-    here, there = (Run(make, **{"stage": 3, **options, **more}) for more in (first, away or on_host()))
+    here, there = (Run(make, **{"stage": 3, **options, **more}) for more in (first, offloaded or on_host()))
     for training in (here, there):
         trains(training)
     _same(here.result(), there.result())
@@ -102,12 +102,12 @@ def unusual_steps(training: Run) -> None:
         trains(training)
 
 
-def unusual(away: dict[str, Any] | None = None) -> None:
-    alike(unusual_steps, away, dtype=torch.bfloat16)
+def unusual(offloaded: dict[str, Any] | None = None) -> None:
+    alike(unusual_steps, offloaded, dtype=torch.bfloat16)
 
 
-def alike_everywhere(away: dict[str, Any] | None = None) -> None:
-    alike(_accumulates_and_evaluates, away, dtype=torch.bfloat16)
+def alike_everywhere(offloaded: dict[str, Any] | None = None) -> None:
+    alike(_accumulates_and_evaluates, offloaded, dtype=torch.bfloat16)
 
 
 def gradients(training: Run) -> None:
@@ -133,12 +133,12 @@ def gradients(training: Run) -> None:
     training.steps(2)
 
 
-def reads_gradients(away: dict[str, Any] | None = None) -> None:
-    alike(gradients, away)
+def reads_gradients(offloaded: dict[str, Any] | None = None) -> None:
+    alike(gradients, offloaded)
 
 
-def resumed(folder: str, away: dict[str, Any] | None = None) -> None:
-    first = Run(groups, stage=3, dtype=torch.bfloat16, **(away or on_host()))
+def resumed(folder: str, offloaded: dict[str, Any] | None = None) -> None:
+    first = Run(groups, stage=3, dtype=torch.bfloat16, **(offloaded or on_host()))
     first.steps(3)
     model, optimizer = get_state_dict(first.model, first.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
@@ -155,7 +155,7 @@ def resumed(folder: str, away: dict[str, Any] | None = None) -> None:
         second.optimizer.load_state_dict(copy.deepcopy(kept[1]))
         second.steps(2)
 
-    alike(resumes, away, groups, dtype=torch.bfloat16)
+    alike(resumes, offloaded, groups, dtype=torch.bfloat16)
 
 
 def memory_of_gradients() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import zerograph
 from zerograph.core.machine import Machine, Tier, machine_named
-from zerograph.core.plan import OFFLOADS, Homes
+from zerograph.core.plan import OFFLOADS, Placement
 from zerograph.core.step import layer_of_activation
 from zerograph.dryrun.forecast import forecast_file
 
@@ -74,10 +74,12 @@ def mixed(path: Path, world: int, stage: int, machine: Machine) -> Path:
     tiers: tuple[Tier, ...] = ("nvme", "host", "nvme") if machine.split else ("nvme",) * 3
     found = harness.dry_run(world, made, stage=stage, bucket_size="8KB")
     names = {op.activation for op in found.frame.step.ops}
-    away = tuple(zip(("blocks.1", "blocks.2:where.self#2", "blocks.2:clone#4"), tiers, strict=True))
-    assert {name for name, _ in away if layer_of_activation(name)} <= names
+    offloaded = tuple(zip(("blocks.1", "blocks.2:where.self#2", "blocks.2:clone#4"), tiers, strict=True))
+    assert {name for name, _ in offloaded if layer_of_activation(name)} <= names
     file = forecast_file("tests", found, machine)
-    plan = replace(file.plan, recompute=("blocks.1",), save=("blocks.1:where.self#2",), offload=away, fetch_ahead=2)
+    plan = replace(
+        file.plan, recompute=("blocks.1",), save=("blocks.1:where.self#2",), offload=offloaded, fetch_ahead=2
+    )
     path.write_text(replace(file, plan=plan).to_json())
     return path
 
@@ -142,14 +144,18 @@ def drawn(path: Path, seed: int, world: int) -> dict[str, Any]:
         offload += [(layer, draw.choice(tiers))] * (draw.random() < 0.5)
         offload += [(name, draw.choice(tiers)) for name in draw.sample(sorted(names[layer]), draw.randint(0, 6))]
     decided = {"recompute": tuple(recompute), "save": tuple(save), "offload": tuple(offload)}
-    home = draw.choice(tiers)
-    homes = Homes(**dict.fromkeys(OFFLOADS[1 : draw.randint(0, stage) + 1], home)) if world > 1 else Homes()
-    buckets = tuple(replace(b, homes=homes if any(p.sharded for p in b.params) else b.homes) for b in file.plan.buckets)
+    shards_on = draw.choice(tiers)
+    placement = (
+        Placement(**dict.fromkeys(OFFLOADS[1 : draw.randint(0, stage) + 1], shards_on)) if world > 1 else Placement()
+    )
+    buckets = tuple(
+        replace(b, placement=placement if any(p.sharded for p in b.params) else b.placement) for b in file.plan.buckets
+    )
     plan = replace(file.plan, **decided, buckets=buckets, fetch_ahead=draw.randint(1, 4))
     path.write_text(replace(file, plan=plan).to_json())
-    on_nvme = "nvme" in {tier for _, tier in offload} | homes.away
-    away = {"path": str(path.parent)} if on_nvme else {}
-    return {"plan": path, **away, "rules": options}
+    on_nvme = "nvme" in {tier for _, tier in offload} | placement.offload_tiers
+    offloaded = {"path": str(path.parent)} if on_nvme else {}
+    return {"plan": path, **offloaded, "rules": options}
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -251,9 +251,9 @@ def test_it_is_the_delay_of_the_paper() -> None:
     run(1, _plain_torch)
 
 
-def _blocked(home: dict[str, Any]) -> None:
+def _blocked(placement: dict[str, Any]) -> None:
     """Steps and programs return while an update runs."""
-    training = Run(partial(groups, delayed=True), **home, stage=3, dtype=torch.bfloat16)
+    training = Run(partial(groups, delayed=True), **placement, stage=3, dtype=torch.bfloat16)
     training.steps(2)
     gate, update = threading.Event(), host._update_arrived
 
@@ -272,9 +272,9 @@ def _blocked(home: dict[str, Any]) -> None:
         training.optimizer.step()
 
 
-@pytest.mark.parametrize("home", [HOST, OFF, BEHIND], ids=["host", "nvme", "nvme behind a host"])
-def test_nothing_waits_for_an_update_but_the_next_step(home: dict[str, Any], tmp_path: Path) -> None:
-    run(2, _blocked, home if home is HOST else {**home, "path": str(tmp_path)})
+@pytest.mark.parametrize("placement", [HOST, OFF, BEHIND], ids=["host", "nvme", "nvme behind a host"])
+def test_nothing_waits_for_an_update_but_the_next_step(placement: dict[str, Any], tmp_path: Path) -> None:
+    run(2, _blocked, placement if placement is HOST else {**placement, "path": str(tmp_path)})
 
 
 def _two_rooms() -> None:

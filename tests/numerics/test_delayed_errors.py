@@ -56,8 +56,8 @@ def _fails(*_: Any) -> None:
     raise MemoryError("no room")
 
 
-def _an_update_fails(home: dict[str, Any]) -> None:
-    training = Run(partial(adamw, delayed=True), stage=3, **home)
+def _an_update_fails(placement: dict[str, Any]) -> None:
+    training = Run(partial(adamw, delayed=True), stage=3, **placement)
     training.steps(2)
     opt: Any = training.optimizer
     kept = copy.deepcopy(({k: full(v) for k, v in training.model.state_dict().items()}, opt.state_dict()))
@@ -87,9 +87,9 @@ def _an_update_fails(home: dict[str, Any]) -> None:
     _same(truth, training.result())
 
 
-@pytest.mark.parametrize("home", [HOST, {**OFF, **BF16}], ids=["host", "nvme"])
-def test_an_update_that_fails_is_heard_of_and_needs_a_checkpoint(home: dict[str, Any], tmp_path: Path) -> None:
-    run(2, _an_update_fails, home if home is HOST else {**home, "path": str(tmp_path)}, timeout=90)
+@pytest.mark.parametrize("placement", [HOST, {**OFF, **BF16}], ids=["host", "nvme"])
+def test_an_update_that_fails_is_heard_of_and_needs_a_checkpoint(placement: dict[str, Any], tmp_path: Path) -> None:
+    run(2, _an_update_fails, placement if placement is HOST else {**placement, "path": str(tmp_path)}, timeout=90)
 
 
 class _Neighbours(nn.Module):

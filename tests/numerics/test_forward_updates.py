@@ -1,6 +1,6 @@
 """Updates inside of the next forward (``overlap="forward"``) equal ordinary steps to the bit.
 
-They are made by ``optim/forward.py``, and awaited by ``runtime/homes/fetches.py``.
+They are made by ``optim/forward.py``, and awaited by ``runtime/offload/fetches.py``.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_whoever_looks_sees_the_step(world_size: int, options: dict[str, Any], t
 
 class Broken(nn.Module):
     """A tied weight over a graph break, and a module that only some forwards call, from the second one on: it gets
-    homes while updates of others are under way."""
+    placements while updates of others are under way."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 Its host counts as a second memory (``Machine.split``): copies between the two are real and go on in a thread.
 More optimizers and placements are in test_offload.py and test_random_plans.py. What is there is kept by
-``runtime/homes/hosted.py``, and moved by ``runtime/homes/host.py`` or ``runtime/testing/simulated_host.py``;
+``runtime/offload/hosted.py``, and moved by ``runtime/offload/host.py`` or ``runtime/testing/simulated_host.py``;
 ``optim/through_device.py`` updates on the device what is there.
 """
 
@@ -45,7 +45,7 @@ from ranks import RankFailure, run
 import zerograph
 from zerograph.core import slots
 from zerograph.core.errors import ConfigError
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
 from zerograph.runtime.testing import simulated_host
@@ -114,7 +114,7 @@ def test_gradients_however_they_are_asked_for(world_size: int, tier: str, tmp_pa
 
 
 @tiers
-def test_checkpoints_load_at_either_home(tier: str, tmp_path: Path) -> None:
+def test_checkpoints_load_at_either_tier(tier: str, tmp_path: Path) -> None:
     run(2, resumed, str(tmp_path / "checkpoint"), beyond(tier, tmp_path))
 
 
@@ -123,7 +123,7 @@ def test_memory_for_gradients_is_used_again() -> None:
 
 
 def _planned(path: Path) -> None:
-    """A plan in which each bucket has other homes."""
+    """A plan in which each bucket has another placement."""
     options: dict[str, Any] = {"bucket_size": "20KiB", "prefetch": 1}
 
     def make() -> Any:
@@ -131,9 +131,14 @@ def _planned(path: Path) -> None:
 
     found = compile_only(make, world_size=2, stage=3, **on_host(), **options)
     file = forecast_file("tests", found, HOST["machine"])
-    ways = [Homes(), Homes(optimizer="host"), Homes("device", "host", "host"), Homes("host", "host", "host")]
+    ways = [
+        Placement(),
+        Placement(optimizer="host"),
+        Placement("device", "host", "host"),
+        Placement("host", "host", "host"),
+    ]
     buckets = tuple(
-        replace(b, homes=ways[i % len(ways)] if any(p.trainable for p in b.params) else Homes())
+        replace(b, placement=ways[i % len(ways)] if any(p.trainable for p in b.params) else Placement())
         for i, b in enumerate(file.plan.buckets)
     )
     path.write_text(replace(file, plan=replace(file.plan, buckets=buckets)).to_json())
@@ -149,7 +154,7 @@ def _replays(path: str) -> None:
     _same(*(training.result() for training in trained))
 
 
-def test_a_plan_with_other_homes_for_each_bucket_is_replayed(tmp_path: Path) -> None:
+def test_a_plan_with_other_placements_for_each_bucket_is_replayed(tmp_path: Path) -> None:
     _planned(tmp_path / "plan.json")
     run(2, _replays, str(tmp_path / "plan.json"))
 

@@ -26,7 +26,7 @@ from traced import TracedOnce
 import zerograph
 from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.core.machine import machine_named
-from zerograph.runtime.homes import slots
+from zerograph.runtime.offload import slots
 from zerograph.runtime.torch_private import local_tensor
 
 OFF = {"offload": "optimizer", "tier": "nvme"}
@@ -175,7 +175,7 @@ def _on_nvme(training: Run) -> int:
     """States of parameters that are mappings of extents."""
     places = training.backend._store.locations.places()
     return sum(
-        training.backend._store.states.is_home(training.optimizer, places[id(p)], name, local_tensor(value))
+        training.backend._store.states.holds(training.optimizer, places[id(p)], name, local_tensor(value))
         for p, state in training.optimizer.state.items()
         if id(p) in places
         for name, value in state.items()
@@ -183,7 +183,7 @@ def _on_nvme(training: Run) -> int:
     )
 
 
-def _at_both_homes(
+def _at_both_tiers(
     folder: str,
     make: Callable[[nn.Module], Optimizer],
     trains: Callable[[Run], None],
@@ -215,11 +215,11 @@ def _equal(
     make: Callable[[nn.Module], Optimizer], folder: str, slot: int, options: dict[str, Any], offload: str = "optimizer"
 ) -> tuple[int, int]:
     slots.SLOT = slot
-    training = _at_both_homes(folder, make, _accumulates_and_evaluates, offload, **options)
+    training = _at_both_tiers(folder, make, _accumulates_and_evaluates, offload, **options)
     return _on_nvme(training), sum(training.backend._store.bytes().values())
 
 
-HOMES: list[tuple[dict[str, Any], str, list[Callable[[nn.Module], Optimizer]]]] = [
+PLACEMENTS: list[tuple[dict[str, Any], str, list[Callable[[nn.Module], Optimizer]]]] = [
     ({"stage": 1, "dtype": torch.bfloat16}, "optimizer", [adamw, stock]),
     ({"stage": 2}, "optimizer", [lion, stock_adagrad]),
     ({"stage": 2}, "gradients", [groups, momentum, stock]),
@@ -238,9 +238,9 @@ def _each_equal(
     """One model in memory, and three whose parts are on NVMe, on the host, and on NVMe behind a host, train with each
     optimizer, from the same start."""
     slots.SLOT = 32 * 2**10
-    away = {"offload": offload, "path": folder}
-    homes = ({}, {**OFF, **away}, {**HOST, "offload": offload}, {**BEHIND, **away})
-    here, nvme, host, behind = runs = [Run(makes[0], **options, **more) for more in homes]
+    options_of = {"offload": offload, "path": folder}
+    placements = ({}, {**OFF, **options_of}, {**HOST, "offload": offload}, {**BEHIND, **options_of})
+    here, nvme, host, behind = runs = [Run(makes[0], **options, **more) for more in placements]
     start = {name: full(value) for name, value in here.model.state_dict().items()}
     found = {}
     for make in makes:
@@ -255,7 +255,7 @@ def _each_equal(
     return found
 
 
-@pytest.mark.parametrize(("options", "offload", "makes"), HOMES)
+@pytest.mark.parametrize(("options", "offload", "makes"), PLACEMENTS)
 def test_training_is_the_same_to_the_bit(
     options: dict[str, Any], offload: str, makes: list[Callable[[nn.Module], Optimizer]], tmp_path: Path
 ) -> None:
@@ -330,7 +330,7 @@ def _without_a_gradient(training: Run) -> None:
 
 
 def _mixed(folder: str, trains: Callable[[Run], None]) -> None:
-    _at_both_homes(folder, adamw, trains, stage=3, dtype=torch.bfloat16)
+    _at_both_tiers(folder, adamw, trains, stage=3, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("trains", [_clipping_and_skipping, _changed_outside, _becomes_bfloat16, _without_a_gradient])
@@ -368,19 +368,19 @@ def _resumed(make: Callable[[nn.Module], Optimizer], folder: str, kind: str) -> 
         second.losses, second.batches = [], torch.Generator().manual_seed(99 + _rank())
         second.steps(3)
 
-    assert _on_nvme(_at_both_homes(folder, make, resumes, stage=3, dtype=torch.bfloat16))
+    assert _on_nvme(_at_both_tiers(folder, make, resumes, stage=3, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["dcp", "state_dict"])
 @pytest.mark.parametrize("make", [adamw, stock])
-def test_checkpoints_load_at_either_home(make: Callable[[nn.Module], Optimizer], kind: str, tmp_path: Path) -> None:
+def test_checkpoints_load_at_either_tier(make: Callable[[nn.Module], Optimizer], kind: str, tmp_path: Path) -> None:
     run(2, _resumed, make, str(tmp_path), kind)
 
 
 def _goes_on(folder: str) -> None:
     """Optimizers outlive their backend, and go on with another one, of whatever offload."""
-    away = {**OFF, "path": folder}
-    for later in ({}, away):
+    remote = {**OFF, "path": folder}
+    for later in ({}, remote):
 
         def trains(training: Run, later: dict[str, Any] = later) -> None:
             offloaded = training.backend.config.offload != "none"
@@ -401,7 +401,7 @@ def test_another_backend_goes_on(tmp_path: Path) -> None:
     run(2, _goes_on, str(tmp_path))
 
 
-def _states_before_homes(folder: str, make: Callable[[nn.Module], Optimizer], kind: str) -> int:
+def _states_before_placement(folder: str, make: Callable[[nn.Module], Optimizer], kind: str) -> int:
     def trains(training: Run) -> None:
         if kind == "initialized":
             zerograph.shard(training.model, training.backend)
@@ -416,15 +416,15 @@ def _states_before_homes(folder: str, make: Callable[[nn.Module], Optimizer], ki
             training.optimizer.step(closure)
             training.optimizer.zero_grad()
 
-    return _on_nvme(_at_both_homes(folder, make, trains, stage=3))
+    return _on_nvme(_at_both_tiers(folder, make, trains, stage=3))
 
 
 @pytest.mark.parametrize("kind", ["closure", "initialized"])
 @pytest.mark.parametrize("make", [adamw, stock])
-def test_states_that_are_made_before_the_first_plan_come_home(
+def test_states_that_are_made_before_the_first_plan_are_offloaded(
     make: Callable[[nn.Module], Optimizer], kind: str, tmp_path: Path
 ) -> None:
-    assert all(run(2, _states_before_homes, str(tmp_path), make, kind))
+    assert all(run(2, _states_before_placement, str(tmp_path), make, kind))
 
 
 def _two_backends(folder: str) -> None:
@@ -444,7 +444,7 @@ def test_one_optimizer_over_two_offloading_backends_is_refused(tmp_path: Path) -
 
 def _other_dtypes(folder: str, whole: torch.dtype | None, dtype: torch.dtype) -> None:
     for make in (adamw, mastered):
-        _at_both_homes(folder, make, lambda training: training.steps(3), whole=whole, stage=3, dtype=dtype)
+        _at_both_tiers(folder, make, lambda training: training.steps(3), whole=whole, stage=3, dtype=dtype)
 
 
 @pytest.mark.parametrize(

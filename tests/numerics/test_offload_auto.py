@@ -22,7 +22,7 @@ from zerograph.core.step import Step
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
-from zerograph.runtime.homes import slots as slots_of_states
+from zerograph.runtime.offload import slots as slots_of_states
 
 
 def _small_slots() -> None:
@@ -43,8 +43,8 @@ def _tight(step: Step, machine: Machine, runs: Executable) -> dict[str, int]:
     search = Search(step, constraints, machine)
     for device, host in sorted({(c.peaks[0], c.peaks[1]) for c in search.best}, key=sum):
         fastest = search.within({**machine.budget(2), "device": device, "host": host})
-        homes = {bucket.homes for bucket in fastest.plan.buckets} if fastest is not None else set()
-        if len(homes) > 1 and {tier for each in homes for tier in each.away} == {*runs.tiers}:
+        placements = {bucket.placement for bucket in fastest.plan.buckets} if fastest is not None else set()
+        if len(placements) > 1 and {tier for each in placements for tier in each.offload_tiers} == {*runs.tiers}:
             least = {"memory": device, "host_memory": host} if "host" in runs.tiers else {"memory": device}
             return {name: int(size / (1 - RESERVE)) + 1 for name, size in least.items()}
     raise AssertionError("no such memory")
@@ -59,13 +59,13 @@ def _as_in_memory(folder: str) -> None:
     for machine, more in ((cpu, {"path": folder}), (split, {}), (split, {"path": folder})):
         runs = Executable.on(machine, DISKS if "path" in more else ())
         tight = _tight(step, machine, runs)
-        away = Run(adamw, stage="auto", offload="auto", machine=machine, **tight, **more)
-        _accumulates_and_evaluates(away)
-        _same(away.result(), plain.result())
-        plan = away.backend.plan
-        assert len({bucket.homes for bucket in plan.buckets}) > 1 and not runs.missing(plan)
-        assert {tier for bucket in plan.buckets for tier in bucket.homes.away} == {*runs.tiers}
-        assert ("optimizer states" in away.backend._store.bytes()) is ("path" in more)
+        offloaded = Run(adamw, stage="auto", offload="auto", machine=machine, **tight, **more)
+        _accumulates_and_evaluates(offloaded)
+        _same(offloaded.result(), plain.result())
+        plan = offloaded.backend.plan
+        assert len({bucket.placement for bucket in plan.buckets}) > 1 and not runs.missing(plan)
+        assert {tier for bucket in plan.buckets for tier in bucket.placement.offload_tiers} == {*runs.tiers}
+        assert ("optimizer states" in offloaded.backend._store.bytes()) is ("path" in more)
 
 
 def test_a_searched_plan_trains_as_in_memory(tmp_path: Path) -> None:
@@ -113,7 +113,9 @@ def _materialized(folder: str) -> None:
     size = sum(p.numel() * 4 for p in roomy._adoption.params.values())
     losses, tight, early = _deep(**auto, memory=size)
     assert losses == plain and early >= size
-    assert {bucket.homes.parameters for bucket in tight.plan.buckets} == {"nvme"} and not tight._store.early._extents
+    assert {bucket.placement.parameters for bucket in tight.plan.buckets} == {
+        "nvme"
+    } and not tight._store.early._extents
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ import zerograph
 import zerograph._core as _core
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError, ZeroGraphError
-from zerograph.runtime.homes import slots
+from zerograph.runtime.offload import slots
 
 ENGINES = ["threads"] + ["uring"] * (_core.has_uring() and _core.probe_uring() == 0)
 
@@ -58,8 +58,8 @@ class Faulty(Run):
 
     net = Small
 
-    def __init__(self, folder: str, away: dict[str, Any]) -> None:
-        super().__init__(adamw, stage=3, **{**away, "offload": "parameters"}, path=folder)
+    def __init__(self, folder: str, offloaded: dict[str, Any]) -> None:
+        super().__init__(adamw, stage=3, **{**offloaded, "offload": "parameters"}, path=folder)
         self.begins()
 
     def begins(self) -> None:
@@ -113,11 +113,11 @@ class Faulty(Run):
         return bool(self.backend._store.half_done)
 
 
-def _every_transfer(folder: str, engine: str, away: dict[str, Any]) -> Counter[str]:
+def _every_transfer(folder: str, engine: str, offloaded: dict[str, Any]) -> Counter[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROGRAPH_IO", engine)
         patch.setattr(slots, "SLOT", 32 * 2**10)
-        training = Faulty(folder, away)
+        training = Faulty(folder, offloaded)
     training.step()
     truth, failed = training.outcome(), Counter[str]()
     for point in (FaultPoint.read, FaultPoint.write):
@@ -148,9 +148,9 @@ def _every_transfer(folder: str, engine: str, away: dict[str, Any]) -> Counter[s
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("away", [OFF, BEHIND], ids=["nvme", "behind a host"])
-def test_any_transfer_of_a_step_may_fail(engine: str, away: dict[str, Any], tmp_path: Path) -> None:
-    (failed,) = run(1, _every_transfer, str(tmp_path), engine, away)
+@pytest.mark.parametrize("offloaded", [OFF, BEHIND], ids=["nvme", "behind a host"])
+def test_any_transfer_of_a_step_may_fail(engine: str, offloaded: dict[str, Any], tmp_path: Path) -> None:
+    (failed,) = run(1, _every_transfer, str(tmp_path), engine, offloaded)
     places = {f"{kind} {micro}" for kind in ("forward", "backward") for micro in range(2)}
     assert places | {"update", "update half done", "read", "write"} == failed.keys()
     assert failed["read"] > 20 and failed["write"] > 10
@@ -165,8 +165,8 @@ AT_PLACES = [
 """The first read of an update is for the norm, which all ranks take before any changes a parameter."""
 
 
-def _on_one_rank(folder: str, away: dict[str, Any]) -> list[str]:
-    training, reported = Faulty(folder, away), list[str]()
+def _on_one_rank(folder: str, offloaded: dict[str, Any]) -> list[str]:
+    training, reported = Faulty(folder, offloaded), list[str]()
     training.step()
     truth = training.outcome()
     for point, place in AT_PLACES:
@@ -181,11 +181,11 @@ def _on_one_rank(folder: str, away: dict[str, Any]) -> list[str]:
     return reported
 
 
-@pytest.mark.parametrize("away", [OFF, BEHIND], ids=["nvme", "behind a host"])
+@pytest.mark.parametrize("offloaded", [OFF, BEHIND], ids=["nvme", "behind a host"])
 def test_a_transfer_that_fails_on_one_rank_is_an_error_on_all_who_then_go_on(
-    away: dict[str, Any], tmp_path: Path
+    offloaded: dict[str, Any], tmp_path: Path
 ) -> None:
-    first, second = run(2, _on_one_rank, str(tmp_path), away, timeout=60)
+    first, second = run(2, _on_one_rank, str(tmp_path), offloaded, timeout=60)
     for (_, place), mine, theirs in zip(AT_PLACES, first, second, strict=True):
         assert mine.startswith(f"StorageError in {place}: cannot ")
         assert theirs.startswith(f"RankError in {place}: ") and "rank 0 failed: " in theirs
@@ -234,7 +234,7 @@ def _trains_and_saves(folder: Path, steps: int, saves: bool, pipe: Connection) -
     backend = zerograph.backend(stage=3, compute="eager", offload="parameters", tier="nvme", path=str(folder / "nvme"))
     compiled, optimizer = torch.compile(model, backend=backend), adamw(model)
     compiled(_batch(0)).backward()
-    optimizer.step()  # everything has its home
+    optimizer.step()  # everything has its place
     if saved:
         parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.load(parts, checkpoint_id=saved[-1])

@@ -96,7 +96,7 @@ def _each(folder: str, trains: Callable[[Run], None]) -> None:
     ],
 )
 def test_loops_that_do_something_else(trains: Callable[[Run], None], tmp_path: Path) -> None:
-    folder = tmp_path / "away"
+    folder = tmp_path / "offloaded"
     folder.mkdir()
     run(2, _each, str(folder), trains)
 
@@ -148,7 +148,7 @@ def test_optimizers_that_cannot_step_are_refused(make: Callable[[nn.Module], Opt
 
 
 def _over_both(folder: str) -> None:
-    """One optimizer over a model that is away and one that is not."""
+    """One optimizer over a model that is offloaded and one that is not."""
     results = []
     for more in ({}, {**OFF, "offload": "parameters", "path": folder}):
         training = Run(adamw, stage=3, **more)
@@ -225,10 +225,10 @@ def stock(model: nn.Module) -> Optimizer:
 def _two_backends_in_turn(folder: str) -> None:
     """Offload that is asked for after the first call, by a backend beside the first one."""
     results = []
-    for away in (False, True):
+    for offloaded in (False, True):
         training = Run(adamw, stage=3)
         training.steps(1)
-        if away:
+        if offloaded:
             first = training.compiled
             other = zerograph.backend(compute="eager", bucket_size="20KiB", **ALL, path=folder)
             second = torch.compile(training.model, backend=other)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import zerograph
 from zerograph.optim.stream import Stream
-from zerograph.runtime.homes import slots
+from zerograph.runtime.offload import slots
 
 Make = Callable[[nn.Module], Optimizer]
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 import zerograph
 from zerograph._core import FaultPoint
 from zerograph.core.errors import ConfigError, RankError, StorageError, ZeroGraphError
-from zerograph.runtime.homes import slots
+from zerograph.runtime.offload import slots
 
 
 def _misused(training: Run) -> None:

@@ -19,9 +19,9 @@ from numerics.test_offload import HOST, Net, adamw, groups
 from torch import Tensor, nn
 
 from zerograph.core.machine import TIERS, machine_named
-from zerograph.core.plan import OFFLOADS, Homes
+from zerograph.core.plan import OFFLOADS, Placement
 from zerograph.dryrun.forecast import forecast_file
-from zerograph.runtime.homes import slots
+from zerograph.runtime.offload import slots
 
 SLOTS = 2**10, 2**16
 """Bytes of a slot: smaller than parameters, and larger than buckets."""
@@ -38,19 +38,19 @@ def drawn(path: Path, seed: int, world_size: int, split: bool) -> dict[str, Any]
     stage, dtype = draw.choice([1, 2, 3, 3, 3]), draw.choice([None, torch.bfloat16])
     options = {"bucket_size": draw.choice([1, 3000, "8KiB", "20KiB"]), "prefetch": draw.randint(0, 3)}
     given = {} if dtype is None else {"dtype": dtype}
-    away = {"offload": OFFLOADS[stage], "tier": "nvme", "path": "/"}
-    found = harness.dry_run(world_size, net, stage=stage, **away, **given, **options)
+    offloaded = {"offload": OFFLOADS[stage], "tier": "nvme", "path": "/"}
+    found = harness.dry_run(world_size, net, stage=stage, **offloaded, **given, **options)
     file = forecast_file("tests", found, HOST["machine"] if split else machine_named("cpu"))
-    every = [Homes(*tiers) for tiers in product(TIERS if split else ("device", "nvme"), repeat=3)]
-    ways = [homes for homes in every if homes.in_order and homes.least_stage <= stage]
+    every = [Placement(*tiers) for tiers in product(TIERS if split else ("device", "nvme"), repeat=3)]
+    ways = [placement for placement in every if placement.in_order and placement.least_stage <= stage]
     buckets = []
     for bucket in file.plan.buckets:
         trains = any(p.trainable for p in bucket.params)
         # Of what does not train only the parameters leave.
-        homes = draw.choice(ways if trains else [h for h in ways if h == Homes() or h.parameters != "device"])
-        buckets.append(replace(bucket, homes=homes, ahead=draw.randint(0, file.plan.prefetch)))
-    if not any("nvme" in bucket.homes.away for bucket in buckets):
-        buckets[0] = replace(buckets[0], homes=ways[-1])
+        placement = draw.choice(ways if trains else [h for h in ways if h == Placement() or h.parameters != "device"])
+        buckets.append(replace(bucket, placement=placement, ahead=draw.randint(0, file.plan.prefetch)))
+    if not any("nvme" in bucket.placement.offload_tiers for bucket in buckets):
+        buckets[0] = replace(buckets[0], placement=ways[-1])
     plan = replace(file.plan, buckets=tuple(buckets), reductions=draw.randint(1, 3))
     path.write_text(replace(file, plan=plan).to_json())
     return {"plan": path, **given}
@@ -87,10 +87,10 @@ def test_a_random_plan_trains_as_in_memory(
     options, accumulates = drawn(tmp_path / "plan.json", seed, world_size, split), seed % 3 == 0
     make = (adamw, groups)[seed % 2]
     # Some optimizers keep three moments.
-    away = harness.run(
+    offloaded = harness.run(
         world_size, partial(trains, accumulates), net, optimizer=make, path=str(tmp_path), nvme="4MiB", **options
     )
     here = in_memory(world_size, accumulates, make, options.get("dtype"))
-    for (losses, values, size), (truth, wanted, _) in zip(away, here, strict=True):
+    for (losses, values, size), (truth, wanted, _) in zip(offloaded, here, strict=True):
         assert losses == truth and size
         assert_same(values, wanted)

@@ -1,5 +1,5 @@
 """Plans drawn at random in which anything may be in tiles, computed again, and wait anywhere, all in one step, train to
-the bit as the same tiles in one place. By kind: test_random_plans.py has homes, test_random_tiles.py tiles of
+the bit as the same tiles in one place. By kind: test_random_plans.py has placements, test_random_tiles.py tiles of
 parameters and test_activations.py what layers save."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from numerics.test_tiles import SPLIT
 from torch import Tensor, nn
 
 from zerograph.core.machine import Tier, machine_named
-from zerograph.core.plan import OFFLOADS, Bucket, Homes, Plan
+from zerograph.core.plan import OFFLOADS, Bucket, Placement, Plan
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.dryrun.forecast import forecast_file
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.profile.token_tiles import with_token_tiles
-from zerograph.runtime.homes import slots
+from zerograph.runtime.offload import slots
 
 WORDS, LAYERS = 41, 3
 SLOTS = 2**10, 2**16
@@ -59,10 +59,10 @@ def drawn(folder: Path, seed: int, world_size: int) -> tuple[tuple[float, bool],
     given = draw.choice([0.0, 0.3]), draw.random() < 0.3
     # A lone rank that moves nothing has plain parameters, and none in tiles.
     far: dict[str, Any] = dict.fromkeys(OFFLOADS[1 : stage + 1], "nvme")
-    one = Homes() if world_size > 1 else Homes(**far)
-    away = {"offload": OFFLOADS[stage], "tier": "nvme", "path": "/"}
+    one = Placement() if world_size > 1 else Placement(**far)
+    offloaded = {"offload": OFFLOADS[stage], "tier": "nvme", "path": "/"}
     rules = {"bucket_size": draw.choice([4, 4, "8KiB"]), "loss_tiles": draw.choice([1, 2, 3])}
-    found = harness.dry_run(world_size, words, *given, stage=stage, **rules, **away)
+    found = harness.dry_run(world_size, words, *given, stage=stage, **rules, **offloaded)
     file, step = forecast_file("tests", found, machine_named("cpu")), found.frame.step
     assert [wrong for wrong in check_file(file) if wrong.check != "budget"] == []
     plain = replace(_divided(file.plan, step, draw, one), reductions=1, prefetch=0)
@@ -70,9 +70,11 @@ def drawn(folder: Path, seed: int, world_size: int) -> tuple[tuple[float, bool],
     for split in (False, True):
         draw.setstate(state)
         tiers: list[Tier] = ["host", "nvme"] if split else ["nvme"]
-        ways = [Homes(*homes) for homes in product(("device", *tiers), repeat=3)]
-        ways = [homes for homes in ways if homes.in_order and homes.least_stage <= stage]
-        buckets = tuple(replace(bucket, homes=_home(bucket, ways, draw, world_size)) for bucket in plain.buckets)
+        ways = [Placement(*placement) for placement in product(("device", *tiers), repeat=3)]
+        ways = [placement for placement in ways if placement.in_order and placement.least_stage <= stage]
+        buckets = tuple(
+            replace(bucket, placement=_placement(bucket, ways, draw, world_size)) for bucket in plain.buckets
+        )
         plans[" and ".join(tiers)] = replace(
             plain, buckets=buckets, prefetch=draw.randint(0, 3), reductions=draw.randint(1, 3),
             offload=_offloaded(step, draw, tiers), fetch_ahead=draw.randint(1, 4),
@@ -82,12 +84,14 @@ def drawn(folder: Path, seed: int, world_size: int) -> tuple[tuple[float, bool],
         machine = SPLIT if "host" in name else machine_named("cpu")
         path = folder / f"{name}.json"
         path.write_text(replace(forecast_file("tests", found, machine), plan=plan).to_json())
-        on_nvme = "nvme" in {tier for _, tier in plan.offload} or any("nvme" in b.homes.away for b in plan.buckets)
+        on_nvme = "nvme" in {tier for _, tier in plan.offload} or any(
+            "nvme" in b.placement.offload_tiers for b in plan.buckets
+        )
         options[name] = {"plan": path} | ({"path": str(folder), "nvme": "8MiB"} if on_nvme else {})
     return given, options
 
 
-def _divided(plan: Plan, step: Step, draw: Random, home: Homes) -> Plan:
+def _divided(plan: Plan, step: Step, draw: Random, placement: Placement) -> Plan:
     """``plan`` with tiles of parameters and of tokens, and layers that are computed again."""
     names: dict[str, set[str]] = {}
     for op in step.ops:
@@ -100,15 +104,15 @@ def _divided(plan: Plan, step: Step, draw: Random, home: Homes) -> Plan:
         alone = len(bucket.params) == 1 and bucket.params[0].name in tilable
         whole = plan.loss_tiles > 1 and "head" in bucket.name  # which each tile of the loss reads
         most = 1 if whole or not alone or draw.random() < 0.5 else bucket.params[0].chunk(plan.world_size)
-        buckets.append(replace(bucket, tiles=draw.randint(1, min(5, most)), homes=home))
+        buckets.append(replace(bucket, tiles=draw.randint(1, min(5, most)), placement=placement))
     plan = replace(plan, buckets=tuple(buckets), recompute=tuple(recompute), save=tuple(save))
     return with_token_tiles(plan, step, draw.choice([1, 3]))
 
 
-def _home(bucket: Bucket, ways: list[Homes], draw: Random, world_size: int) -> Homes:
+def _placement(bucket: Bucket, ways: list[Placement], draw: Random, world_size: int) -> Placement:
     # A lone rank has tiles of what is off the device.
     if world_size == 1 and bucket.tiles > 1:
-        ways = [homes for homes in ways if homes.parameters != "device"]
+        ways = [placement for placement in ways if placement.parameters != "device"]
     return draw.choice(ways)
 
 

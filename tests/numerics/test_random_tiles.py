@@ -16,37 +16,37 @@ from torch import Tensor, nn
 
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS
-from zerograph.core.plan import Homes
-from zerograph.runtime.homes import slots
+from zerograph.core.plan import Placement
+from zerograph.runtime.offload import slots
 
 SLOTS = 2**10, 2**16
 """Bytes of a slot: smaller than tiles, and larger than parameters."""
 
 
 def drawn(folder: Path, seed: int, world_size: int, split: bool, net: type[nn.Module]) -> list[Path]:
-    """Write two plans with the same tiles: with what else a plan may say, and with one home."""
+    """Write two plans with the same tiles: with what else a plan may say, and with one placement."""
     draw = Random(seed)
-    one = Homes() if world_size > 1 else NVME  # a lone rank has nothing to gather in memory
-    every = [Homes(*tiers) for tiers in product(TIERS if split else ("device", "nvme"), repeat=3)]
-    ways = [homes for homes in every if homes.in_order]
+    one = Placement() if world_size > 1 else NVME  # a lone rank has nothing to gather in memory
+    every = [Placement(*tiers) for tiers in product(TIERS if split else ("device", "nvme"), repeat=3)]
+    ways = [placement for placement in every if placement.in_order]
     tiles: dict[str, int] = {}
     written = []
-    for name, homes in (("drawn", Homes("host", "nvme", "nvme") if split else NVME), ("plain", one)):
-        path = planned(folder / f"{name}.json", world_size, 5, homes, net)
+    for name, placement in (("drawn", Placement("host", "nvme", "nvme") if split else NVME), ("plain", one)):
+        path = planned(folder / f"{name}.json", world_size, 5, placement, net)
         file, buckets = PlanFile.from_json(path.read_text()), []
         for bucket in file.plan.buckets:
             own = tiles.setdefault(bucket.params[0].name, draw.randint(1, bucket.tiles))
             bucket = replace(bucket, tiles=own)
             if name == "drawn":
                 # Of what does not train only the parameters leave, and a lone rank has tiles of what is off the device.
-                away = [homes for homes in ways if homes.parameters != "device"]
+                offloaded = [placement for placement in ways if placement.parameters != "device"]
                 if world_size > 1 or own == 1:
-                    away = ways if bucket.params[0].trainable else [Homes(), *away]
-                bucket = replace(bucket, homes=draw.choice(away))
+                    offloaded = ways if bucket.params[0].trainable else [Placement(), *offloaded]
+                bucket = replace(bucket, placement=draw.choice(offloaded))
             buckets.append(bucket)
         plan = replace(file.plan, buckets=tuple(buckets))
         if name == "drawn":
-            buckets[0] = replace(buckets[0], homes=NVME)
+            buckets[0] = replace(buckets[0], placement=NVME)
             ahead = draw.randint(0, 3)
             plan = replace(plan, buckets=tuple(buckets), prefetch=ahead, reductions=draw.randint(1, 3))
         path.write_text(replace(file, plan=plan).to_json())

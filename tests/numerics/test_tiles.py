@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
 from zerograph.core.machine import machine_named
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
 
@@ -86,23 +86,25 @@ def planned(
     path: Path,
     world_size: int,
     tiles: int,
-    homes: Homes = Homes(),  # noqa: B008
+    placement: Placement = Placement(),  # noqa: B008
     net: type[nn.Module] = Net,
     **options: Any,
 ) -> Path:
     """A plan file in which every parameter that can be is in so many tiles."""
 
-    machine = SPLIT if "host" in homes.away else machine_named("cpu")
-    away = {"offload": "parameters", "tier": "nvme", "path": "/", "machine": machine} if homes.away else {}
-    found = harness.dry_run(world_size, made, net, bucket_size=4, **away, **options)
+    machine = SPLIT if "host" in placement.offload_tiers else machine_named("cpu")
+    offloaded = (
+        {"offload": "parameters", "tier": "nvme", "path": "/", "machine": machine} if placement.offload_tiers else {}
+    )
+    found = harness.dry_run(world_size, made, net, bucket_size=4, **offloaded, **options)
     file = forecast_file("tests", found, machine)
     buckets = []
     for bucket in file.plan.buckets:
         (param,) = bucket.params
-        trains = param.trainable or homes.parameters != "device"
+        trains = param.trainable or placement.parameters != "device"
         tiled = tiles if param.name in found.frame.step.tilable else 1
-        own = homes if trains else Homes()
-        buckets.append(replace(bucket, tiles=min(tiled, param.chunk(world_size)), homes=own))
+        own = placement if trains else Placement()
+        buckets.append(replace(bucket, tiles=min(tiled, param.chunk(world_size)), placement=own))
     assert sum(bucket.tiles > 1 for bucket in buckets) == TILABLE[net] * (tiles > 1)
     path.write_text(replace(file, plan=replace(file.plan, buckets=tuple(buckets))).to_json())
     return path
@@ -229,7 +231,7 @@ def test_tiles_train_as_whole_parameters_from_end_to_end(net: type[nn.Module], t
     run(2, _tiled_and_whole, tiled, whole, net)
 
 
-NVME, HOST = Homes("nvme", "nvme", "nvme"), Homes("host", "host", "host")
+NVME, HOST = Placement("nvme", "nvme", "nvme"), Placement("host", "host", "host")
 
 
 @pytest.mark.slow
@@ -237,11 +239,11 @@ NVME, HOST = Homes("nvme", "nvme", "nvme"), Homes("host", "host", "host")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_tiles_train_alike_wherever_they_live(net: type[nn.Module], world_size: int, tmp_path: Path) -> None:
     there: dict[str, Any] = {"path": str(tmp_path), "nvme": "8MiB"}
-    homes = [("nvme", NVME, there), ("host", HOST, {}), ("behind", Homes("host", "nvme", "nvme"), there)]
-    homes += [("here", Homes(), {})] if world_size > 1 else []  # a lone rank has nothing to gather in memory
+    placements = [("nvme", NVME, there), ("host", HOST, {}), ("behind", Placement("host", "nvme", "nvme"), there)]
+    placements += [("here", Placement(), {})] if world_size > 1 else []  # a lone rank has nothing to gather in memory
     script, found = partial(trains, 4), []
-    for name, home, more in homes:
-        plan = planned(tmp_path / f"{name}.json", world_size, 3, home, net)
+    for name, placement, more in placements:
+        plan = planned(tmp_path / f"{name}.json", world_size, 3, placement, net)
         found.append(trained(plan, world_size, net, script, **more))
         for ours, theirs in zip(found[0], found[-1], strict=True):
             assert_same(ours, theirs)
@@ -266,21 +268,21 @@ def accumulates(rank: Rank) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("homes", [Homes(), NVME], ids=["here", "nvme"])
-def test_gradients_that_no_sync_holds_back(homes: Homes, tmp_path: Path) -> None:
-    options = {"path": str(tmp_path), "nvme": "8MiB"} if homes.away else {}
+@pytest.mark.parametrize("placement", [Placement(), NVME], ids=["here", "nvme"])
+def test_gradients_that_no_sync_holds_back(placement: Placement, tmp_path: Path) -> None:
+    options = {"path": str(tmp_path), "nvme": "8MiB"} if placement.offload_tiers else {}
     tiled, whole = (
-        trained(planned(tmp_path / f"{tiles}.json", 2, tiles, homes), 2, Net, accumulates, **options)
+        trained(planned(tmp_path / f"{tiles}.json", 2, tiles, placement), 2, Net, accumulates, **options)
         for tiles in (3, 1)
     )
     torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("homes", [Homes(), NVME], ids=["here", "nvme"])
-def test_updates_inside_of_backwards(homes: Homes, tmp_path: Path) -> None:
-    plan, found = planned(tmp_path / "plan.json", 2, 3, homes), []
-    options = {"path": str(tmp_path), "nvme": "8MiB"} if homes.away else {}
+@pytest.mark.parametrize("placement", [Placement(), NVME], ids=["here", "nvme"])
+def test_updates_inside_of_backwards(placement: Placement, tmp_path: Path) -> None:
+    plan, found = planned(tmp_path / "plan.json", 2, 3, placement), []
+    options = {"path": str(tmp_path), "nvme": "8MiB"} if placement.offload_tiers else {}
 
     def optimizer(overlap: bool, model: Any) -> torch.optim.Optimizer:
         params = [p for p in model.parameters() if p.requires_grad]

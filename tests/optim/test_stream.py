@@ -1,6 +1,6 @@
 """Updates of states on NVMe, cut into chunks of every size, equal those in memory to the bit.
 
-Tests ``runtime/homes/slots.py``.
+Tests ``runtime/offload/slots.py``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 import zerograph
 import zerograph._core as _core
 from zerograph.core.errors import StorageError
-from zerograph.core.plan import Bucket, Homes, Param, Plan
-from zerograph.runtime.homes import slots
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.nvme import Arena
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.core.plan import Bucket, Param, Placement, Plan
+from zerograph.runtime.offload import slots
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.nvme import Arena
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
 MAKE: dict[str, Callable[[Any], Optimizer]] = {
@@ -49,7 +49,9 @@ def stored(params: dict[str, nn.Parameter], buckets: int, folder: Path, times: i
     store = ShardStore(params, lambda size: Arena([folder], times * size))
     described = [Param(n, tuple(p.shape), *["float32"] * 3, True, True) for n, p in params.items()]
     parts = [tuple(described[i::buckets]) for i in range(buckets)]
-    plan = Plan(3, 1, tuple(Bucket(i, f"b{i}", p, "use", Homes(optimizer="nvme")) for i, p in enumerate(parts) if p), 1)
+    plan = Plan(
+        3, 1, tuple(Bucket(i, f"b{i}", p, "use", Placement(optimizer="nvme")) for i, p in enumerate(parts) if p), 1
+    )
     store.settle(plan, 3)
     return store
 
@@ -243,5 +245,5 @@ def test_states_are_mappings_that_a_state_dict_shows(tmp_path: Path) -> None:
     train(optimizer, params, [False])
     state = optimizer.state_dict()["state"][0]
     place = store.locations.places()[id(params["p0"])]
-    assert store.states.is_home(optimizer, place, "exp_avg", local_tensor(state["exp_avg"]))
+    assert store.states.holds(optimizer, place, "exp_avg", local_tensor(state["exp_avg"]))
     assert float(state["step"]) == 3 and state["exp_avg"].abs().sum() > 0

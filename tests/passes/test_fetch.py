@@ -7,16 +7,16 @@ from dataclasses import replace
 from expecttest import assert_expected_inline
 from graphs import Builder, plan, show
 
-from zerograph.core.plan import Homes, Plan
+from zerograph.core.plan import Placement, Plan
 from zerograph.graph.ops import FETCH, GATHER, WAIT_FETCH, WAIT_GATHER
 from zerograph.passes import fetch, gather, prefetch, verify
 
-NVME = Homes("nvme", "nvme", "nvme")
+NVME = Placement("nvme", "nvme", "nvme")
 
 
-def away(found: Plan, *buckets: int) -> Plan:
+def offloaded(found: Plan, *buckets: int) -> Plan:
     """``found`` with parameters of ``buckets`` on NVMe."""
-    return replace(found, buckets=tuple(replace(b, homes=NVME) if b.index in buckets else b for b in found.buckets))
+    return replace(found, buckets=tuple(replace(b, placement=NVME) if b.index in buckets else b for b in found.buckets))
 
 
 def test_the_fetch_begins_ahead_and_the_gather_follows_at_the_use() -> None:
@@ -24,7 +24,7 @@ def test_the_fetch_begins_ahead_and_the_gather_follows_at_the_use() -> None:
     x = b.input("x", 4, 4)
     u, v = b.params("u", "v")
     gm = b.output(b.mm(b.mm(x, u), v))
-    p = away(plan(gm, "u", "v", prefetch=1), 1)
+    p = offloaded(plan(gm, "u", "v", prefetch=1), 1)
     gather(gm, p)
     prefetch(gm, p)
     assert fetch(gm, p) == 1
@@ -57,7 +57,7 @@ def test_every_gather_of_a_bucket_has_its_fetch() -> None:
     for param in (*params, params[0]):
         x = b.mm(x, param)
     gm = b.output(x)
-    p = away(plan(gm, *names, prefetch=2), *range(5))
+    p = offloaded(plan(gm, *names, prefetch=2), *range(5))
     gather(gm, p)
     prefetch(gm, p)
     gathers = len(gm.graph.find_nodes(op="call_function", target=GATHER))

@@ -27,8 +27,8 @@ def _short_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_LEAST", 1)
 
 
-def planned(*away: tuple[str, Tier], ahead: int = 1) -> Plan:
-    return replace(Plan(0, 1, (), 0), offload=away, fetch_ahead=ahead)
+def planned(*offloaded: tuple[str, Tier], ahead: int = 1) -> Plan:
+    return replace(Plan(0, 1, (), 0), offload=offloaded, fetch_ahead=ahead)
 
 
 def pair(*, returned: bool = False) -> Pair:

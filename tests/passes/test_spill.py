@@ -1,4 +1,4 @@
-"""Reduced gradients whose home is off the device leave as soon as they are there."""
+"""Reduced gradients that are offloaded leave as soon as they are there."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import torch
 from expecttest import assert_expected_inline
 from graphs import Builder, plan, show
 
-from zerograph.core.plan import Homes, Plan
+from zerograph.core.plan import Placement, Plan
 from zerograph.passes import gather, reduce, spill, tile, verify
 
 aten = torch.ops.aten
 
 
-def away(found: Plan, bucket: int) -> Plan:
-    homes = Homes(gradients="nvme", optimizer="nvme")
-    return replace(found, buckets=tuple(replace(b, homes=homes) if b.index == bucket else b for b in found.buckets))
+def offloaded(found: Plan, bucket: int) -> Plan:
+    placement = Placement(gradients="nvme", optimizer="nvme")
+    return replace(
+        found, buckets=tuple(replace(b, placement=placement) if b.index == bucket else b for b in found.buckets)
+    )
 
 
 def test_gradients_leave_behind_the_wait_for_their_reduction() -> None:
@@ -27,7 +29,7 @@ def test_gradients_leave_behind_the_wait_for_their_reduction() -> None:
     h = b.mm(g, v)
     du = b.reduce_grad(b.mm(h, h), u)
     gm = b.output(du, dv, b.mm(h, u))
-    p = away(plan(gm, "u", "v"), 1)
+    p = offloaded(plan(gm, "u", "v"), 1)
     gather(gm, p)
     reduce(gm, p)
     assert spill(gm, p) == 1
@@ -75,7 +77,7 @@ def test_tiles_of_a_gradient_leave_one_by_one() -> None:
     g, x = b.input("g", 3, 8), b.input("x", 3, 4)
     (w,) = b.params("w", shape=(8, 4))
     gm = b.output(b.reduce_grad(b.mm(b.call(aten.permute.default, g, [1, 0]), x), w))
-    p = away(plan(gm, "w", world_size=1), 0)
+    p = offloaded(plan(gm, "w", world_size=1), 0)
     p = replace(p, buckets=(replace(p.buckets[0], tiles=2),))
     tile(gm, p)
     gather(gm, p)

@@ -114,9 +114,9 @@ def model_states(size: ModelSize, layout: Layout, strategy: Strategy, world_size
         return -(-per_parameter * size.parameters // parts)
 
     return (
-        Need(strategy.homes.parameters, "parameters", held(_copy(layout, strategy, world_size), 3)),
-        Need(strategy.homes.spilled, "gradients", held(layout.gradient, 2)),
-        Need(strategy.homes.optimizer, "optimizer states", held(layout.optimizer, 1)),
+        Need(strategy.placement.parameters, "parameters", held(_copy(layout, strategy, world_size), 3)),
+        Need(strategy.placement.spilled, "gradients", held(layout.gradient, 2)),
+        Need(strategy.placement.optimizer, "optimizer states", held(layout.optimizer, 1)),
     )
 
 
@@ -177,8 +177,12 @@ def _copy(layout: Layout, strategy: Strategy, world_size: int) -> int:
 
     A rank that holds the whole master reads that, or saves a cast of it for the backward: there is nothing to gather.
     """
-    master_on_device = strategy.homes.optimizer == "device"
-    if not master_on_device and layout.copy == layout.master and strategy.homes.parameters == strategy.homes.optimizer:
+    master_on_device = strategy.placement.optimizer == "device"
+    if (
+        not master_on_device
+        and layout.copy == layout.master
+        and strategy.placement.parameters == strategy.placement.optimizer
+    ):
         return 0  # the master is what is gathered
     if master_on_device and (strategy.stage == 0 or world_size == 1):
         return 0 if layout.copy == layout.master else layout.copy

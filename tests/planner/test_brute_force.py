@@ -16,7 +16,7 @@ from planner.steps import Layer, step_of
 
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.param_bytes import state_bytes
-from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.step import Step
 from zerograph.planner import plan_step
 from zerograph.planner.profile.regions import profile
@@ -58,11 +58,13 @@ def starts(plan: Plan) -> Iterator[Plan]:
         yield with_buckets(plan, [replace(b, ahead=ahead) for b, ahead in zip(plan.buckets, chosen, strict=True)])
 
 
-def homes(plan: Plan, tiers: tuple[Tier, ...] = TIERS) -> Iterator[Plan]:
-    """Every home of every bucket that goes with stage 3, also those that the search does not look at."""
-    every = [h for h in (Homes(*three) for three in product(tiers, repeat=3)) if h.in_order]
+def placements(plan: Plan, tiers: tuple[Tier, ...] = TIERS) -> Iterator[Plan]:
+    """Every placement of every bucket that goes with stage 3, also those that the search does not look at."""
+    every = [h for h in (Placement(*three) for three in product(tiers, repeat=3)) if h.in_order]
     for chosen in product(every, repeat=len(plan.buckets)):
-        yield with_buckets(plan, [replace(b, homes=home) for b, home in zip(plan.buckets, chosen, strict=True)])
+        yield with_buckets(
+            plan, [replace(b, placement=placement) for b, placement in zip(plan.buckets, chosen, strict=True)]
+        )
 
 
 def recomputations(plan: Plan, layers: int) -> Iterator[Plan]:
@@ -145,11 +147,11 @@ def compare_stays(
 @pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
-def test_homes_residency_and_recomputation(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
+def test_placement_residency_and_recomputation(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
     step = step_of(layers)
     plans = (
         recomputed
-        for placed in homes(whole(step, 1))
+        for placed in placements(whole(step, 1))
         for kept in residencies(placed)
         for recomputed in recomputations(kept, len(layers))
     )
@@ -159,12 +161,12 @@ def test_homes_residency_and_recomputation(layers: list[Layer], shares: list[tup
 
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
-def test_homes_residency_and_activations_on_one_tier(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
-    """Every layer's activations kept, recomputed or offloaded, with every home on the device and the host."""
+def test_placement_residency_and_activations_on_one_tier(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
+    """Every layer's activations kept, recomputed or offloaded, with every placement on the device and the host."""
     machine, step = replace(GPU, nvme_capacity=0), step_of(layers)
     plans = (
-        replace(recomputed, offload=tuple((f"blocks.{i}", "host") for i, away in enumerate(waits) if away))
-        for placed in homes(whole(step, 1), TIERS[:2])
+        replace(recomputed, offload=tuple((f"blocks.{i}", "host") for i, offloaded in enumerate(waits) if offloaded))
+        for placed in placements(whole(step, 1), TIERS[:2])
         for kept in residencies(placed)
         for recomputed in recomputations(kept, len(layers))
         for waits in product((False, True), repeat=len(layers))
@@ -183,7 +185,7 @@ def test_each_activation_kept_recomputed_or_offloaded(layers: list[Layer], share
     plans = (
         replace(
             recomputed,
-            offload=tuple((name, "host") for name, away in zip(inside, waits, strict=True) if away),
+            offload=tuple((name, "host") for name, offloaded in zip(inside, waits, strict=True) if offloaded),
             fetch_ahead=ahead,
         )
         for kept in residencies(whole(step, 1))

@@ -23,7 +23,7 @@ from zerograph.core.files.planfile import PlanFile
 from zerograph.core.instructions import Move
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.param_bytes import gathered_bytes, state_bytes
-from zerograph.core.plan import OVERLAPS, Bucket, Homes, Offload, Plan, tile_rows
+from zerograph.core.plan import OVERLAPS, Bucket, Offload, Placement, Plan, tile_rows
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
@@ -35,7 +35,7 @@ from zerograph.planner.explain.plan_file import file_from_search
 from zerograph.planner.profile.offloaded import offloaded
 from zerograph.planner.programs.coarse import coarse_programs, settled
 from zerograph.planner.programs.forecasts import forecast_plan
-from zerograph.planner.programs.homes import HOMES
+from zerograph.planner.programs.open_placements import PLACEMENTS
 from zerograph.planner.programs.placement import Shards, bucket_parts
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
@@ -59,8 +59,8 @@ def ruled(step: Step, stage: int = 3, world: int = 4, bucket_size: int = MIB, pr
     return plan_step(step, stage=stage, world_size=world, bucket_size=bucket_size, prefetch=prefetch)
 
 
-def placed(plan: Plan, homes: Homes, tiles: int = 1) -> Plan:
-    return replace(plan, buckets=tuple(replace(b, homes=homes, tiles=tiles) for b in plan.buckets))
+def placed(plan: Plan, placements: Placement, tiles: int = 1) -> Plan:
+    return replace(plan, buckets=tuple(replace(b, placement=placements, tiles=tiles) for b in plan.buckets))
 
 
 def file_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> PlanFile:
@@ -77,14 +77,14 @@ def test_what_nothing_executes_yet_is_reported() -> None:
     plan = ruled(step)
     name = plan.buckets[0].name
     assert file_of(step, plan, GPU).unexecuted == ""
-    away = placed(plan, Homes("device", "host", "nvme"))
-    assert file_of(step, away, GPU).unexecuted == f"gradients on host, optimizer on nvme (bucket {name})"
+    remote = placed(plan, Placement("device", "host", "nvme"))
+    assert file_of(step, remote, GPU).unexecuted == f"gradients on host, optimizer on nvme (bucket {name})"
     there = replace(plan, offload=(("blocks.0", "nvme"),))
     assert file_of(step, there, GPU).unexecuted == "activations of blocks.0 on nvme"
     one = ruled(step, bucket_size=1)
-    tiled = replace(placed(one, Homes("host", "host", "host"), tiles=2), offload=(("blocks.0", "host"),))
+    tiled = replace(placed(one, Placement("host", "host", "host"), tiles=2), offload=(("blocks.0", "host"),))
     assert file_of(step, tiled, GPU).unexecuted == ""
-    assert file_of(step, placed(one, Homes(), tiles=2), GPU).unexecuted == ""
+    assert file_of(step, placed(one, Placement(), tiles=2), GPU).unexecuted == ""
 
 
 # Against the formulas ------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_model_states_are_those_of_the_formulas_to_the_byte(
     step = half(step) if dtype == "bfloat16" else step
     strategy = Strategy(stage, offload, tier)  # type: ignore[arg-type]
     plan = ruled(step, stage, world)
-    plan = placed(plan, strategy.homes)
+    plan = placed(plan, strategy.placement)
     memory = file_of(step, plan, GPU).forecast.memory
     formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype=dtype)), strategy, world)
     for at in TIERS:
@@ -151,7 +151,7 @@ def test_model_states_are_those_of_the_formulas_to_the_byte(
 def test_stage_1_holds_the_optimizer_as_the_formulas_do() -> None:
     """Formulas let stage 1 keep whole gradients, as the paper has it; ours are reduced as at stage 2."""
     step, strategy = step_of([Layer(rows=MIB)] * 4), Strategy(1, "optimizer", "nvme")
-    memory = file_of(step, placed(ruled(step, stage=1), Homes(optimizer="nvme")), GPU).forecast.memory
+    memory = file_of(step, placed(ruled(step, stage=1), Placement(optimizer="nvme")), GPU).forecast.memory
     formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype="float32")), strategy, 4)
     assert memory["nvme"][-1][1] == total(formula, "nvme")
     assert memory["host"][-1][1] == 0
@@ -160,7 +160,7 @@ def test_stage_1_holds_the_optimizer_as_the_formulas_do() -> None:
 def test_staging_holds_what_three_buckets_need() -> None:
     """As the formula's three buffers do, above the least size of one."""
     step = step_of([Layer(rows=64 * MIB, inside=10**6)] * 8)
-    plan = placed(ruled(step, bucket_size=64 * MIB), HOMES[-1])
+    plan = placed(ruled(step, bucket_size=64 * MIB), PLACEMENTS[-1])
     update = 4 * 64 * MIB // 4 * (3 + 1 + 1)  # states, gradient and new copy of one rank's shard
     peak = file_of(step, plan, GPU).forecast.peaks["host"].bytes
     assert update > STAGING
@@ -186,7 +186,7 @@ def test_peaks_of_a_gpt_like_step_are_near_the_formulas(
     strategy = Strategy(stage, offload, tier, activations)  # type: ignore[arg-type]
     names = tuple(f"blocks.{i}" for i in range(layers))
     plan = replace(
-        placed(ruled(step, stage, world, bucket_size=4 * elements), strategy.homes),
+        placed(ruled(step, stage, world, bucket_size=4 * elements), strategy.placement),
         recompute=names if strategy.recomputes else (),
         offload=tuple((name, activations) for name in names) if activations in TIERS else (),
     )
@@ -218,14 +218,14 @@ class Drawn(NamedTuple):
 
 @st.composite
 def plans(draw: st.DrawFn) -> Drawn:
-    """Any plan of a small step: homes, tiles, residency and activations decided one by one."""
+    """Any plan of a small step: placements, tiles, residency and activations decided one by one."""
     step = step_of(draw(st.lists(_LAYER, min_size=1, max_size=5)))
     kinds = st.sampled_from([(True, True)] * 4 + [(True, False), (False, True), (False, False)])
     step = of_kinds(step, [draw(kinds) for _ in step.params])
     machine = draw(st.sampled_from([GPU, CPU]))
     tiers: list[Tier] = ["nvme"] if machine is CPU else ["host", "nvme"]
     stage = draw(st.sampled_from([1, 2, 3]))
-    homes = [h for h in HOMES if h.least_stage <= stage and (machine is GPU or "host" not in str(h))]
+    placements = [h for h in PLACEMENTS if h.least_stage <= stage and (machine is GPU or "host" not in str(h))]
     plan = ruled(step, stage, draw(st.sampled_from([1, 2, 4, 16])), prefetch=draw(st.integers(0, 3)))
     buckets = []
     for bucket in plan.buckets:
@@ -234,31 +234,31 @@ def plans(draw: st.DrawFn) -> Drawn:
             rows = bucket.params[0].chunk(plan.world_size)
             tiles = draw(st.integers(1, min(rows, 5))) if len(bucket.params) == 1 and bucket.params[0].sharded else 1
             residency = draw(st.sampled_from(["use", "backward"])) if tiles == 1 else "use"
-        kept = [h for h in homes if h == Homes() or _moves(bucket, h)]
+        kept = [h for h in placements if h == Placement() or _moves(bucket, h)]
         ahead = draw(st.none() | st.integers(0, plan.prefetch))
         buckets.append(
-            replace(bucket, homes=draw(st.sampled_from(kept)), tiles=tiles, residency=residency, ahead=ahead)
+            replace(bucket, placement=draw(st.sampled_from(kept)), tiles=tiles, residency=residency, ahead=ahead)
         )
     layers = [f"blocks.{i}" for i in range(len(step.params))]
     single = [f"{layer}:{name}" for layer in layers for name in ("up", "act", "out")]
-    away = [name for name in (*layers, *single) if draw(st.booleans())]
-    offload = tuple((name, draw(st.sampled_from(tiers))) for name in away)
+    remote = [name for name in (*layers, *single) if draw(st.booleans())]
+    offload = tuple((name, draw(st.sampled_from(tiers))) for name in remote)
     recompute = tuple(layer for layer in layers if draw(st.booleans()))
     inside = [f"{layer}:{name}" for layer in recompute for name in ("up", "act")]
     save = tuple(name for name in inside if draw(st.booleans()))
     plan = replace(plan, buckets=tuple(buckets), offload=offload, recompute=recompute, save=save)
-    passes = not any(bucket.homes.optimizer == "nvme" for bucket in buckets)
+    passes = not any(bucket.placement.optimizer == "nvme" for bucket in buckets)
     plan = replace(plan, update=draw(st.sampled_from(["host", "device"])) if passes else "host")
     if plan.update == "host":
-        late = not any(bucket.homes.spilled == "nvme" for bucket in buckets)
+        late = not any(bucket.placement.spilled == "nvme" for bucket in buckets)
         plan = replace(plan, overlap=draw(st.sampled_from([o for o in OVERLAPS if late or o != "delayed"])))
     plan = replace(plan, fetch_ahead=draw(st.integers(1, 4)), reductions=draw(st.integers(1, 3)))
     return Drawn(step, plan, machine, draw(st.integers(0, 2)))
 
 
-def _moves(bucket: Bucket, homes: Homes) -> bool:
-    """Whether anything of ``bucket`` lives elsewhere with ``homes``."""
-    return any(p.sharded and (p.trainable or homes.parameters != "device") for p in bucket.params)
+def _moves(bucket: Bucket, placements: Placement) -> bool:
+    """Whether anything of ``bucket`` lives elsewhere with ``placements``."""
+    return any(p.sharded and (p.trainable or placements.parameters != "device") for p in bucket.params)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -301,8 +301,8 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
     for b in plan.buckets:
         rates = Rates(machine, world, plan.compute_dtype)
         (part,) = bucket_parts(b.name, b.params, 1, {}, rates, moments)
-        in_place = b.homes.parameters == "device" and (world == 1 or b.homes.optimizer != "device")
-        placed = part.shards.at(b.homes)
+        in_place = b.placement.parameters == "device" and (world == 1 or b.placement.optimizer != "device")
+        placed = part.shards.at(b.placement)
         own = (placed.in_place if world == 1 else placed.copies * rates.overlaps) if in_place else 0
         gathered += b.residency == "step" and gathered_bytes(b.params, world) > own
     assert (left["gathered"], left["activation"]) == (gathered, 1)
@@ -331,7 +331,7 @@ def _peak(forecast: Forecast, tier: Tier) -> int:
 @given(rows=st.integers(1, 100), world=st.integers(1, 8), tiles=st.integers(1, 20))
 def test_tiles_cover_every_shard_exactly_once(rows: int, world: int, tiles: int) -> None:
     step = step_of([Layer(rows=rows)])
-    plan = placed(ruled(step, world=world), Homes(), tiles)
+    plan = placed(ruled(step, world=world), Placement(), tiles)
     chunk = step.params[0].chunk(world)
     if tiles > chunk:
         assert any("tiles" in wrong for wrong in plan.mistakes())
@@ -383,7 +383,9 @@ def test_no_more_than_three_staging_buffers_are_in_use(found: Drawn) -> None:
 
 def test_tiling_holds_a_few_tiles_instead_of_the_whole() -> None:
     step = step_of([Layer(rows=16 * MIB, stream=1024, inside=1024)] * 3)
-    peaks = [file_of(step, placed(ruled(step), Homes(), tiles), GPU).forecast.peaks["device"].bytes for tiles in (1, 8)]
+    peaks = [
+        file_of(step, placed(ruled(step), Placement(), tiles), GPU).forecast.peaks["device"].bytes for tiles in (1, 8)
+    ]
     whole = 4 * 16 * MIB
     # Beside shards there are at most two whole of: parameters in use and ahead, gradients made and being reduced.
     assert peaks[0] - peaks[1] > 2 * whole
@@ -392,7 +394,7 @@ def test_tiling_holds_a_few_tiles_instead_of_the_whole() -> None:
 def test_what_is_not_sharded_stays() -> None:
     step = step_of([Layer(rows=2)] * 2)  # fewer rows than ranks
     step = replace(step, params=tuple(replace(p, sharded=False) for p in step.params))
-    file = file_of(step, placed(ruled(step, world=8), HOMES[-1]), GPU)
+    file = file_of(step, placed(ruled(step, world=8), PLACEMENTS[-1]), GPU)
     assert set(file.forecast.peaks) == {"device"}
     assert [s.name for s in file.forecast.spans if s.stream == "compute"][-1] == "optimizer update"
 
@@ -400,15 +402,15 @@ def test_what_is_not_sharded_stays() -> None:
 def test_shards_that_do_not_train_leave_with_the_parameters_only() -> None:
     step = step_of([Layer(rows=MIB)] * 2)
     step = replace(step, params=tuple(replace(p, trainable=False) for p in step.params))
-    for homes, tiers in ((Homes(optimizer="host"), {"device"}), (HOMES[3], {"device", "host"})):
-        file = file_of(step, placed(ruled(step), homes), GPU)
+    for placement, tiers in ((Placement(optimizer="host"), {"device"}), (PLACEMENTS[3], {"device", "host"})):
+        file = file_of(step, placed(ruled(step), placement), GPU)
         assert set(file.forecast.peaks) == tiers
         assert not [s for s in file.forecast.spans if s.stream == "cpu_update"]
 
 
 def test_a_cpu_reads_nvme_without_a_hop() -> None:
     step = step_of([Layer(rows=MIB)] * 3)
-    file = file_of(step, placed(ruled(step), HOMES[-1]), CPU)
+    file = file_of(step, placed(ruled(step), PLACEMENTS[-1]), CPU)
     streams = {s.stream for s in file.forecast.spans}
     assert {"nvme_read", "nvme_write", "cpu_update"} <= streams and not streams & {"h2d", "d2h"}
     assert set(file.forecast.peaks) == {"device", "nvme"}
@@ -416,7 +418,7 @@ def test_a_cpu_reads_nvme_without_a_hop() -> None:
 
 def test_no_update_begins_before_the_backward_has_ended() -> None:
     step = step_of([Layer(rows=MIB)] * 4)
-    file = file_of(step, placed(ruled(step), HOMES[6]), GPU)
+    file = file_of(step, placed(ruled(step), PLACEMENTS[6]), GPU)
     backward = max(s.end for s in file.forecast.spans if s.name.startswith(("backward", "reduce")))
     updates = [s for s in file.forecast.spans if s.stream == "cpu_update" or s.name.startswith("read states")]
     assert len(updates) == 8 and all(s.start >= backward for s in updates)
@@ -440,9 +442,9 @@ def test_activations_come_back_one_layer_ahead() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"homes": Homes(optimizer="host")}, "stage 0 does not shard"),
-        ({"homes": Homes(parameters="host")}, "stage 0 does not shard"),
-        ({"homes": Homes(optimizer="tape")}, "lives on optimizer on tape"),
+        ({"placement": Placement(optimizer="host")}, "stage 0 does not shard"),
+        ({"placement": Placement(parameters="host")}, "stage 0 does not shard"),
+        ({"placement": Placement(optimizer="tape")}, "lives on optimizer on tape"),
         ({"tiles": 2}, "is tiled, and is to stay whole"),
         ({"tiles": 0}, "0 tiles"),
         ({"tiles": 99999}, "99999 tiles of"),
@@ -455,8 +457,8 @@ def test_mistakes_are_found(change: dict[str, object], message: str) -> None:
     assert message in next(wrong.mistakes())
 
 
-def test_homes_farther_than_what_needs_them_are_refused() -> None:
-    plan = placed(ruled(step_of([Layer()])), Homes("nvme", "host", "host"))
+def test_placements_farther_than_what_needs_them_are_refused() -> None:
+    plan = placed(ruled(step_of([Layer()])), Placement("nvme", "host", "host"))
     assert "none may live farther away" in next(plan.mistakes())
     twice = replace(ruled(step_of([Layer()])), offload=(("blocks.0", "host"), ("blocks.0", "nvme")))
     assert "offloaded twice" in next(twice.mistakes())
@@ -472,7 +474,7 @@ def test_homes_farther_than_what_needs_them_are_refused() -> None:
     ],
 )
 def test_plans_that_nobody_can_have_made_are_refused(change: dict[str, object], message: str) -> None:
-    plan = replace(placed(ruled(step_of([Layer()])), Homes(), tiles=2), **change)  # type: ignore[arg-type]
+    plan = replace(placed(ruled(step_of([Layer()])), Placement(), tiles=2), **change)  # type: ignore[arg-type]
     with pytest.raises(ZeroGraphError, match=message):
         Plan.from_json(plan.to_json())
 
@@ -522,5 +524,5 @@ def test_what_has_nothing_to_move_stays_on_the_device(offload: Offload, least: i
     kinds = ((True, True), (False, True), (True, False))
     constraints = Constraints(3, 4, bucket_size=1, offload=offload, tier=tier, tile=False)
     file = file_from_search("any", of_kinds(step, kinds), constraints, GPU)
-    assert [b.homes.least_stage for b in file.plan.buckets] == [least, 0, 3 if offload == "parameters" else 0]
+    assert [b.placement.least_stage for b in file.plan.buckets] == [least, 0, 3 if offload == "parameters" else 0]
     assert check_file(file) == []

@@ -16,8 +16,8 @@ import torch
 import zerograph._core as _core
 from zerograph._core import Direction, FaultEffect, FaultPoint, IoEngine, Priority, Slab
 from zerograph.core.errors import StorageError
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.nvme import KEPT_FAILURES, Arena, huge_tensor
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.nvme import KEPT_FAILURES, Arena, huge_tensor
 
 KIB = 2**10
 SIZE = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from zerograph.runtime.homes.nvme import Arena
+from zerograph.runtime.offload.nvme import Arena
 from zerograph.runtime.timings import Purpose, Timing, Timings
 
 STATES = Purpose("states", "layers.0.weight")

@@ -171,7 +171,7 @@ CHANGES = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("change", list(CHANGES))
-def test_what_takes_a_parameter_away_is_refused(change: str) -> None:
+def test_what_takes_a_parameter_is_refused(change: str) -> None:
     layer = zerograph.shard(nn.Linear(4, 4), zerograph.backend(dtype=torch.float32))
     with pytest.raises(ShardingError, match=r"parameter weight .*is sharded and cannot be (kept as|removed|replaced)"):
         CHANGES[change](layer)

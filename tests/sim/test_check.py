@@ -14,7 +14,7 @@ from zerograph.core.errors import InvariantError
 from zerograph.core.instructions import Compute, Free, Gather, Instruction, Move, Reduce, WaitGather
 from zerograph.core.program import Program
 from zerograph.planner.programs.coarse import coarse_programs
-from zerograph.planner.programs.homes import HOMES
+from zerograph.planner.programs.open_placements import PLACEMENTS
 from zerograph.sim.check import check_programs, require_programs
 
 
@@ -26,7 +26,7 @@ def test_nothing_is_wrong_with_the_coarse_programs_of_a_plan(found: Drawn) -> No
 
 
 STEP = step_of([Layer(rows=MIB)] * 2)
-PLAN = placed(ruled(STEP), HOMES[-1], tiles=2)
+PLAN = placed(ruled(STEP), PLACEMENTS[-1], tiles=2)
 PROGRAMS = coarse_programs(scheduler_of(STEP, PLAN, GPU), PLAN)
 
 

@@ -24,17 +24,17 @@ from zerograph.core.instructions import (
     WaitGather,
 )
 from zerograph.core.machine import Machine
-from zerograph.core.plan import Homes, Plan
+from zerograph.core.plan import Placement, Plan
 from zerograph.core.program import Program
 from zerograph.planner.programs.coarse import coarse_programs
-from zerograph.planner.programs.homes import HOMES
+from zerograph.planner.programs.open_placements import PLACEMENTS
 from zerograph.sim.check import CHECKS, check_programs
 
 STEP = step_of([Layer(rows=MIB, stream=MIB)] * 2)
-FAR = placed(ruled(STEP), HOMES[-1], tiles=2)
+FAR = placed(ruled(STEP), PLACEMENTS[-1], tiles=2)
 HERE = ruled(STEP)
 SAVED = replace(HERE, offload=(("blocks.0", "nvme"), ("blocks.1", "nvme")), save_others=True)
-PASSING = replace(placed(HERE, Homes("host", "host", "host")), update="device")
+PASSING = replace(placed(HERE, Placement("host", "host", "host")), update="device")
 
 
 def programs_of(plan: Plan, machine: Machine = GPU) -> tuple[Program, ...]:
@@ -90,16 +90,20 @@ def found(programs: Sequence[Program], plan: Plan, check: str) -> list[str]:
             "states of blocks.1 tile 1/2 does not read what the update of its states wrote",
         ),
         (
-            placed(HERE, Homes("host", "host", "host")),
+            placed(HERE, Placement("host", "host", "host")),
             ON_HOST,
             "the spill of its gradient wrote",
         ),
         (
-            placed(HERE, Homes("device", "device", "nvme")),
+            placed(HERE, Placement("device", "device", "nvme")),
             ON_HOST,
             "the spill of its gradient wrote",
         ),
-        (placed(HERE, Homes("device", "device", "nvme")), ("fetch", "parameters"), "the update of its states wrote"),
+        (
+            placed(HERE, Placement("device", "device", "nvme")),
+            ("fetch", "parameters"),
+            "the update of its states wrote",
+        ),
         (PASSING, ("fetch", "states"), "fetch states of blocks.1 does not read what the spill of its gradient wrote"),
         (
             PASSING,
@@ -122,7 +126,7 @@ def test_what_does_not_read_what_came_is_found(plan: Plan, broken: tuple[Any, ..
 
 
 def test_on_a_cpu_what_is_read_needs_no_fetch() -> None:
-    plan = placed(HERE, Homes("nvme", "nvme", "nvme"))
+    plan = placed(HERE, Placement("nvme", "nvme", "nvme"))
     programs = programs_of(plan, CPU)
     gather = found(changed(programs, *unread("gather", "", Gather)), plan, "arrivals")
     assert gather[0].startswith("gather blocks.0 does not read what the fetch of its shard wrote")
@@ -154,7 +158,7 @@ def test_a_bucket_that_is_never_gathered_is_found() -> None:
 
 
 def test_more_tiles_at_a_time_than_are_gathered_ahead_are_found() -> None:
-    plan = placed(HERE, Homes(), tiles=4)
+    plan = placed(HERE, Placement(), tiles=4)
     texts = found(programs_of(plan), replace(plan, prefetch=0), "tiles ahead")
     assert texts and all(text.endswith("makes 2 tiles whole at a time, 1 may be") for text in texts)
 

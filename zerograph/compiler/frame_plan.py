@@ -27,7 +27,7 @@ from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
 from zerograph.core.machine import OFFLOAD_TIERS, TIER_NAMES, TIERS, Machine, Precision, Tier, is_disk, preset_for
 from zerograph.core.param_bytes import shard_bytes, state_bytes
-from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Plan
+from zerograph.core.plan import DEVICE, OFFLOADS, Placement, Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner import plan_step, refuse_world_size, replay
@@ -99,7 +99,7 @@ class Planner:
         self._machine = machine_of(config, device)
         self._budget, self.room = 0, dict.fromkeys(TIERS[1:], sys.maxsize)
         self._whose: dict[Tier, str] = {}  # room it is, where ranks have different ones
-        if config.searches or config.away:
+        if config.searches or config.offload_tiers:
             self._learn_budgets(device, free or {})
 
     def _learn_budgets(self, device: torch.device, free: Mapping[Tier, Sequence[Disk]]) -> None:
@@ -205,7 +205,7 @@ class Planner:
         most += sum(value.bytes for value in step.values) if step is not None else 0
         return {"device": self._budget, **{tier: min(self._room_on(tier), most) for tier in OFFLOAD_TIERS}}
 
-    def homes_before(self) -> Homes:
+    def placement_before(self) -> Placement:
         """Where parameters are materialized, before anything is planned.
 
         The choice of ``offload="auto"`` is not known then: they begin on NVMe where memory cannot hold them all.
@@ -213,18 +213,18 @@ class Planner:
         Raises:
             InfeasibleError: NVMe cannot hold them.
         """
-        homes, params = homes_of(self._config), [_param(name, p) for name, p in self._params.items()]
+        placement, params = placement_of(self._config), [_param(name, p) for name, p in self._params.items()]
         if self._config.offload == "auto" and sum(shard_bytes(p, self._world_size) for p in params) > self._budget:
-            homes = farthest(self._config)
-        if is_disk(homes.parameters):
-            placed = Shards.of(params, self._world_size, self._moments, self.staging).at(homes)
+            placement = farthest(self._config)
+        if is_disk(placement.parameters):
+            placed = Shards.of(params, self._world_size, self._moments, self.staging).at(placement)
             # Values lie apart at first, and are then copied to their buckets' places.
             kept = {
                 "parameters": placed.parameters, "parameters until the first plan": placed.left,
                 "optimizer states": placed.optimizer,
             }  # fmt: skip
-            self._require_room(homes.parameters, kept)
-        return homes
+            self._require_room(placement.parameters, kept)
+        return placement
 
     def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
         if self._config.plan is not None:
@@ -311,7 +311,7 @@ class Planner:
             bucket_size=config.bucket_size,
             prefetch=config.prefetch,
             recompute=config.recomputed,
-            homes=homes_of(config) if step.training else DEVICE,
+            placement=placement_of(config) if step.training else DEVICE,
             saved=config.saved,
             update=config.update if step.training else "host",
             tiles=tiles_wanted(config.tile, step, self._world_size, config.bucket_size),
@@ -374,25 +374,25 @@ class Planner:
         return sum(state_bytes(params, self._world_size, self._moments))
 
 
-def homes_of(config: Config) -> Homes:
+def placement_of(config: Config) -> Placement:
     """Where ``offload`` and ``tier`` put all shards, or a plan that is replayed, where it puts all alike; what
     ``offload="auto"`` chooses is known once a step is planned."""
     if config.plan is not None:
-        homes = {bucket.homes for bucket in config.plan.plan.buckets}
-        return homes.pop() if len(homes) == 1 else DEVICE
+        placements = {bucket.placement for bucket in config.plan.plan.buckets}
+        return placements.pop() if len(placements) == 1 else DEVICE
     if config.offload == "auto":
         return DEVICE
-    return _away(config, OFFLOADS.index(config.offload))
+    return _offloaded(config, OFFLOADS.index(config.offload))
 
 
-def farthest(config: Config) -> Homes:
-    """The farthest homes that a plan may give: all that the stage shards leaves, where plans choose that."""
-    return _away(config, config.sharding) if config.offload == "auto" else homes_of(config)
+def farthest(config: Config) -> Placement:
+    """The farthest placement that a plan may give: all that the stage shards leaves, where plans choose that."""
+    return _offloaded(config, config.sharding) if config.offload == "auto" else placement_of(config)
 
 
-def _away(config: Config, level: int) -> Homes:
-    """Homes of what leaves at so many of :data:`~zerograph.core.plan.OFFLOADS`, each with those before it."""
-    return Homes(**dict.fromkeys(OFFLOADS[1 : level + 1], config.target))
+def _offloaded(config: Config, level: int) -> Placement:
+    """Placement of what leaves at so many of :data:`~zerograph.core.plan.OFFLOADS`, each with those before it."""
+    return Placement(**dict.fromkeys(OFFLOADS[1 : level + 1], config.target))
 
 
 def machine_of(config: Config, device: torch.device) -> Machine:

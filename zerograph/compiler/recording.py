@@ -45,7 +45,7 @@ from zerograph.core.timeline import Forecast, Interval, Peak, Span, Stream, unio
 from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs
 from zerograph.planner.programs.updates import update_program
 from zerograph.runtime.executor.telemetry import LABEL
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
 NOT_COUNTED = (
@@ -287,8 +287,8 @@ def _measured(ran: Sequence[_Ran], moves: Sequence[UnderWay], programs: Sequence
 def _beside(ran: Sequence[_Ran], moves: Sequence[UnderWay]) -> float:
     """Seconds of updates in which nothing passed through slots."""
     updates = [(run.start, run.end) for run in ran if isinstance(run.instruction, Update)]
-    away = union(times for move in moves if move.phase == "update" for times in move.times)
-    return length(union([*updates, *away])) - length(away)
+    moving = union(times for move in moves if move.phase == "update" for times in move.times)
+    return length(union([*updates, *moving])) - length(moving)
 
 
 def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:

@@ -17,7 +17,7 @@ from zerograph.planner.profile.tiling import apart
 from zerograph.planner.programs.process_memory import Resident
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.executor.telemetry import Telemetry
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.shards import ShardStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def disks(folders: Iterable[str]) -> list[Disk]:
 def free_room(config: Config) -> dict[Tier, list[Disk]]:
     """The free memory of the tiers beside the device, as far as ``config`` uses it and does not bound it."""
     found = {disk: disks(folders) for disk, folders in config.folders.items()}
-    return found | ({"host": [memory_here()]} if "host" in config.away and config.host_memory is None else {})
+    return found | ({"host": [memory_here()]} if "host" in config.offload_tiers and config.host_memory is None else {})
 
 
 def _host() -> str:

@@ -129,14 +129,14 @@ class Config:
     @property
     def offloads(self) -> bool:
         """Whether shards live off the device between their uses."""
-        return self.offload != "none" or any(bucket.homes.away for bucket in self._buckets)
+        return self.offload != "none" or any(bucket.placement.offload_tiers for bucket in self._buckets)
 
     @property
     def _buckets(self) -> tuple[Bucket, ...]:
         return self.plan.plan.buckets if self.plan is not None else ()
 
     @property
-    def away(self) -> frozenset[Tier]:
+    def offload_tiers(self) -> frozenset[Tier]:
         """The tiers beside the device that something lives on between its uses."""
         return self._shards_on | self.saved_on
 
@@ -151,7 +151,7 @@ class Config:
 
     @property
     def _shards_on(self) -> frozenset[Tier]:
-        replayed = [bucket.homes.away for bucket in self._buckets]
+        replayed = [bucket.placement.offload_tiers for bucket in self._buckets]
         chosen = {self.target} if self.offload != "none" else set()
         if chosen and self.tier is None and self.searches and self.split:
             chosen.add("host")
@@ -209,11 +209,11 @@ class Config:
             ConfigError: nothing would leave the device.
         """
         given = self.plan.plan if self.plan is not None else None
-        if self.away & FOLDERS.keys() and device != "cpu":
+        if self.offload_tiers & FOLDERS.keys() and device != "cpu":
             raise UnsupportedError(f"a model on {device} cannot keep anything on NVMe yet", 'tier="host", or a CPU')
         if "device" in (self.update, given.update if given is not None else "host") and device != "cpu":
             raise UnsupportedError(f"states on the host cannot be updated on {device} yet", 'update="host"')
-        if "host" in self.away and device == "cpu" and not self.split:
+        if "host" in self.offload_tiers and device == "cpu" and not self.split:
             raise ConfigError(
                 "the memory of a CPU's host is its device's: nothing would leave it",
                 'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
@@ -312,13 +312,13 @@ class Config:
         level_at(self.sharding, "optimizer" if self.offload == "auto" else self.offload)
         for disk, folders in FOLDERS.items():
             require(
-                disk not in self.away or disk in self.folders,
+                disk not in self.offload_tiers or disk in self.folders,
                 f"tensors that go to {TIER_NAMES[disk]} need a folder to be kept in",
                 f'{folders}="/folder/on/a/disk", or several in a list, over which it is striped',
             )
             given = [name for name in (folders, ROOM[disk]) if getattr(self, name)]
             require(
-                disk in self.away or not given,
+                disk in self.offload_tiers or not given,
                 f"{' and '.join(given)} given, and nothing goes to {TIER_NAMES[disk]}",
                 f'say what goes there: offload="optimizer", activations="{disk}", or offload="auto" with memory=',
             )
@@ -333,7 +333,7 @@ class Config:
             'offload="optimizer", tier="host", which on a CPU needs a machine= with "split": true; or update="host"',
         )
         require(
-            "host" in self.away or self.host_memory is None,
+            "host" in self.offload_tiers or self.host_memory is None,
             "host_memory given, and nothing goes to the host",
             "leave it out: memory= is the device's, which on a CPU is the host's",
         )

@@ -38,8 +38,8 @@ class Executable:
         return "; ".join(self._missing(plan))
 
     def _missing(self, plan: Plan) -> Iterator[str]:
-        away = (b for b in plan.buckets if not b.homes.away <= {*self.tiers})
-        yield from (f"{b.homes} (bucket {b.name})" for b in [*away][:1])
+        offloaded = (b for b in plan.buckets if not b.placement.offload_tiers <= {*self.tiers})
+        yield from (f"{b.placement} (bucket {b.name})" for b in [*offloaded][:1])
         saved = (one for one in plan.offload if one[1] not in self.tiers)
         yield from (f"activations of {name} on {tier}" for name, tier in [*saved][:1])
         if plan.loss_tiles > 1 and not plan.head:

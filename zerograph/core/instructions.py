@@ -235,7 +235,7 @@ class WaitReduce(_BucketWait):
     """Wait for a reduction; ``outs`` are this rank's shards of the averaged gradients.
 
     Attributes:
-        leaves: whether moves behind it take gradients of its bucket to their home.
+        leaves: whether moves behind it offload gradients of its bucket.
         updatable: places among the ``outs`` of whole gradients that stay in this memory, so that an update inside of
             the backward may take them here.
     """
@@ -318,7 +318,7 @@ class Move:
         bucket, tile: -1 and 0 of activations.
         slot: the register that stands for its staging buffer: it waits for all that worked in what was there before.
         params: that the shards or gradients are of, in the order of the registers; none in coarse programs.
-        home: of a shard, a gradient or an activation, where it lives off the device.
+        offload_tier: of a shard, a gradient or an activation, where it lives off the device.
         complete: whether behind it whole gradients have left the device, and not only a tile of one.
     """
 
@@ -335,7 +335,7 @@ class Move:
     tile: int = 0
     slot: int | None = None
     params: tuple[Param, ...] = ()
-    home: Tier | None = None
+    offload_tier: Tier | None = None
     complete: bool = False
 
     @property
@@ -357,12 +357,12 @@ class Move:
 
     @property
     def staged(self) -> bool:
-        """Whether it moves between the device and a staging buffer, and another move between that and the home."""
-        return self.home is not None and self.home not in (self.source, self.target)
+        """Whether it moves between the device and a staging buffer, and another move between that and the tier."""
+        return self.offload_tier is not None and self.offload_tier not in (self.source, self.target)
 
 
 @dataclass(frozen=True, slots=True)
-class _AwayUpdate(_Instruction):
+class _OffloadedUpdate(_Instruction):
     """The optimizer's pass over a bucket or tile whose states live off the device.
 
     Attributes:
@@ -387,14 +387,14 @@ class _AwayUpdate(_Instruction):
     tiles: int = 1
 
 
-class HostUpdate(_AwayUpdate):
+class HostUpdate(_OffloadedUpdate):
     """On the host, beside its states."""
 
     __slots__ = ()
     stream = "cpu_update"
 
 
-class DeviceUpdate(_AwayUpdate):
+class DeviceUpdate(_OffloadedUpdate):
     """On the device, of states that came from the host and go back there."""
 
     __slots__ = ()

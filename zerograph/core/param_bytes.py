@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zerograph.core.placement import copy_tier
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 from zerograph.core.step import ITEM_SIZE, Param
 
 
@@ -19,20 +19,20 @@ def copy_bytes(param: Param, world_size: int) -> int:
     return param.chunk_elements(world_size) * ITEM_SIZE[param.compute_dtype]
 
 
-def fetched_bytes(param: Param, world_size: int, homes: Homes, split: bool) -> int:
+def fetched_bytes(param: Param, world_size: int, placement: Placement, split: bool) -> int:
     """Bytes of the largest shard of ``param`` as it comes from where parameters live: its copy, or itself where
     :func:`~zerograph.core.placement.copy_tier` says that it has none."""
-    return copy_bytes(param, world_size) if _is_copied(param, homes, split) else shard_bytes(param, world_size)
+    return copy_bytes(param, world_size) if _is_copied(param, placement, split) else shard_bytes(param, world_size)
 
 
-def is_whole(param: Param, world_size: int, homes: Homes, split: bool) -> bool:
+def is_whole(param: Param, world_size: int, placement: Placement, split: bool) -> bool:
     """Whether the shard, or the copy that stands for it, is the parameter that is computed with: one rank gathers it in
     its own place."""
-    return world_size == 1 and (param.dtype == param.compute_dtype or _is_copied(param, homes, split))
+    return world_size == 1 and (param.dtype == param.compute_dtype or _is_copied(param, placement, split))
 
 
-def _is_copied(param: Param, homes: Homes, split: bool) -> bool:
-    return param.sharded and copy_tier(param, homes, split) is not None
+def _is_copied(param: Param, placement: Placement, split: bool) -> bool:
+    return param.sharded and copy_tier(param, placement, split) is not None
 
 
 def gathered_bytes(params: Iterable[Param], world_size: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from zerograph.core.machine import Tier, is_disk
-from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.plan import Bucket, Placement, Plan
 
 
 class Role(Protocol):
@@ -32,34 +32,34 @@ class Unplanned(NamedTuple):
     is_master: bool = False
 
 
-def values_tier(param: Role, homes: Homes, split: bool) -> Tier:
+def values_tier(param: Role, placement: Placement, split: bool) -> Tier:
     """Where the values of a sharded parameter are, which an update writes and ``state_dict`` gives.
 
     Args:
         split: whether the host has another memory than the device. Where it has not, an update of values that compute
             as they are runs on them where parameters live: a copy beside the optimizer would take the same room.
     """
-    return homes.optimizer if param.trainable and (param.is_master or split) else homes.parameters
+    return placement.optimizer if param.trainable and (param.is_master or split) else placement.parameters
 
 
-def copy_tier(param: Role, homes: Homes, split: bool) -> Tier | None:
+def copy_tier(param: Role, placement: Placement, split: bool) -> Tier | None:
     """Where the copy in the compute dtype is that programs gather; None where they gather the values themselves."""
-    values = values_tier(param, homes, split)
-    if values == "device" or not (param.is_master or values != homes.parameters):
+    values = values_tier(param, placement, split)
+    if values == "device" or not (param.is_master or values != placement.parameters):
         return None
-    return homes.parameters
+    return placement.parameters
 
 
 def updated_late(plan: Plan, bucket: Bucket) -> bool:
     """Whether the shards of ``bucket`` are updated while the next step computes with copies of them from before, which
     are in memory."""
-    if plan.overlap != "delayed" or bucket.homes.optimizer == "device":
+    if plan.overlap != "delayed" or bucket.placement.optimizer == "device":
         return False
     trained = [p for p in bucket.params if p.trainable and p.sharded]
-    copies = [copy_tier(p, bucket.homes, split=True) for p in trained]
+    copies = [copy_tier(p, bucket.placement, split=True) for p in trained]
     return bool(copies) and all(tier is not None and not is_disk(tier) for tier in copies)
 
 
 def second_copies(plan: Plan, bucket: Bucket) -> bool:
     """Whether such an update writes copies of its own, on the host, as what it updates is on its way to a disk."""
-    return is_disk(bucket.homes.optimizer) and updated_late(plan, bucket)
+    return is_disk(bucket.placement.optimizer) and updated_late(plan, bucket)

@@ -22,10 +22,10 @@ __all__ = [
     "VERSION",
     "Bucket",
     "GivenPlan",
-    "Homes",
     "Offload",
     "Param",
     "ParamTile",
+    "Placement",
     "Plan",
     "Residency",
     "Update",
@@ -36,7 +36,7 @@ __all__ = [
     "token_tiles",
 ]
 
-VERSION = 9
+VERSION = 10
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
@@ -73,7 +73,7 @@ def level_at(stage: int, offload: Offload) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class Placement:
     """The tiers that the shards of one bucket live on when nothing uses them.
 
     :data:`OFFLOADS` says what a stage lets leave the device. None of them lives farther away than the next: an update
@@ -92,8 +92,8 @@ class Homes:
 
     @property
     def in_order(self) -> bool:
-        """Whether no home is farther away than the next."""
-        # An update reads all three on its way to the optimizer's home, so that nothing may pass by that.
+        """Whether no tier is farther away than the next."""
+        # An update reads all three on its way to the optimizer's tier, so that nothing may pass by that.
         near, middle, far = (TIERS.index(tier) for tier in (self.parameters, self.gradients, self.optimizer))
         return near <= middle <= far
 
@@ -114,7 +114,7 @@ class Homes:
         return self.parameters == self.gradients == self.optimizer
 
     @property
-    def away(self) -> frozenset[Tier]:
+    def offload_tiers(self) -> frozenset[Tier]:
         """The tiers beside the device that something lives on."""
         return frozenset({self.parameters, self.gradients, self.optimizer} - {"device"})
 
@@ -125,7 +125,7 @@ class Homes:
         return ", ".join(parts) or "all on device"
 
 
-DEVICE = Homes()
+DEVICE = Placement()
 
 
 def decided(kind: type[Plan] | type[Bucket]) -> dict[str, str]:
@@ -142,7 +142,7 @@ class Bucket:
         name: the module or parameters it holds, for people.
         params: in order of first use.
         residency: how long it stays gathered.
-        homes: where its shards live.
+        placement: where its shards live.
         tiles: parts that its one parameter is gathered, used, reduced and updated in, one after another:
             ZeRO-Infinity's memory-centric tiling of an operator that is too large to be whole.
         ahead: intervals of buckets before its own at which its gathers begin, at most; None: as many as the plan's
@@ -156,7 +156,7 @@ class Bucket:
     name: str
     params: tuple[Param, ...]
     residency: Residency = field(metadata={"decided": "residency"})
-    homes: Homes = field(default=DEVICE, metadata={"decided": "homes"})
+    placement: Placement = field(default=DEVICE, metadata={"decided": "placement"})
     tiles: int = field(default=1, metadata={"decided": "tiles"})
     ahead: int | None = field(default=None, metadata={"decided": "gathered ahead"})
     dim: int = field(default=0, metadata={"decided": "dimension of tiles"})
@@ -283,22 +283,22 @@ class Plan:
     def updated_inside(self, bucket: Bucket) -> bool:
         """Whether the backward updates the shards of ``bucket``. Tiles of a gradient become one in the step, but where
         they go to the host."""
-        return self.overlap == "backward" and (bucket.tiles == 1 or bucket.homes.spilled == "host")
+        return self.overlap == "backward" and (bucket.tiles == 1 or bucket.placement.spilled == "host")
 
-    def homes_of(self, bucket: Bucket) -> Homes:
-        """The homes of ``bucket`` while a step runs: gradients that the backward uses up go to no disk."""
-        homes = bucket.homes
-        return replace(homes, gradients="device") if self.updated_inside(bucket) and is_disk(homes.spilled) else homes
+    def placement_of(self, bucket: Bucket) -> Placement:
+        """The placement of ``bucket`` while a step runs: gradients that the backward uses up go to no disk."""
+        own = bucket.placement
+        return replace(own, gradients="device") if self.updated_inside(bucket) and is_disk(own.spilled) else own
 
     @property
-    def farthest(self) -> Homes:
-        """The farthest homes that anything has."""
-        homes = [bucket.homes for bucket in self.buckets]
+    def farthest(self) -> Placement:
+        """The farthest tiers that anything has."""
+        own = [bucket.placement for bucket in self.buckets]
 
         def far(tiers: Iterable[Tier]) -> Tier:
             return max(tiers, key=TIERS.index, default="device")
 
-        return Homes(far(h.parameters for h in homes), far(h.gradients for h in homes), far(h.optimizer for h in homes))
+        return Placement(far(h.parameters for h in own), far(h.gradients for h in own), far(h.optimizer for h in own))
 
     def bucket_of(self) -> dict[str, Bucket]:
         """The bucket of every parameter, by name."""
@@ -355,7 +355,7 @@ class Plan:
         return plan
 
     def mistakes(self) -> Iterator[str]:
-        """The mistakes in a plan: homes that the stage does not shard, tiles of no rows, tiers that do not exist."""
+        """The mistakes in a plan: placements that the stage does not shard, tiles of no rows, missing tiers."""
         if self.world_size < 1:
             yield f"world size {self.world_size}"
             return
@@ -387,7 +387,7 @@ class Plan:
             yield f"updates beside {self.overlap!r}"
         if self.overlap != "none" and self.update == "device":
             yield f"updates on the device ({self.overlap}) of what left it, while it computes"
-        if self.overlap == "delayed" and any(is_disk(bucket.homes.spilled) for bucket in self.buckets):
+        if self.overlap == "delayed" and any(is_disk(bucket.placement.spilled) for bucket in self.buckets):
             yield "delayed updates by gradients on a disk"
         for bucket in self.buckets:
             yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
@@ -410,9 +410,9 @@ class GivenPlan:
 
 def _bucket(**data: Any) -> Bucket:
     _require_types(Bucket, data)
-    params, homes, rest = data["params"], data["homes"], {k: v for k, v in data.items() if k not in ("params", "homes")}
-    whole = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in params)
-    return Bucket(params=whole, homes=Homes(**homes), **rest)
+    rest = {k: v for k, v in data.items() if k not in ("params", "placement")}
+    whole = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in data["params"])
+    return Bucket(params=whole, placement=Placement(**data["placement"]), **rest)
 
 
 def _require_types(kind: type[Plan] | type[Bucket], data: Mapping[str, Any]) -> None:
@@ -459,17 +459,17 @@ def _unlike(plan: Plan) -> Iterator[str]:
 
 
 def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
-    homes = bucket.homes
+    placement = bucket.placement
     if bucket.residency not in _RESIDENCIES:
         yield f"has residency {bucket.residency!r}"
-    if not {homes.parameters, homes.gradients, homes.optimizer} <= set(TIERS):
-        yield f"lives on {homes}"
-    elif homes.least_stage > plan.stage:
-        yield f"has {homes}, which stage {plan.stage} does not shard"
-    elif not homes.in_order:
-        yield f"has {homes}: none may live farther away than gradients, nor those farther than the optimizer"
-    if plan.update == "device" and is_disk(homes.optimizer):
-        yield f"has {homes}, and is updated on the device, where states come from the host alone"
+    if not {placement.parameters, placement.gradients, placement.optimizer} <= set(TIERS):
+        yield f"lives on {placement}"
+    elif placement.least_stage > plan.stage:
+        yield f"has {placement}, which stage {plan.stage} does not shard"
+    elif not placement.in_order:
+        yield f"has {placement}: none may live farther away than gradients, nor those farther than the optimizer"
+    if plan.update == "device" and is_disk(placement.optimizer):
+        yield f"has {placement}, and is updated on the device, where states come from the host alone"
     if bucket.ahead is not None and not 0 <= bucket.ahead <= plan.prefetch:
         yield f"is gathered {bucket.ahead} intervals ahead, and prefetch is {plan.prefetch}"
     # The rest is about tiles, which share one parameter's rows.
@@ -486,7 +486,7 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield f"has {bucket.tiles} tiles of {most} {what}"
     elif bucket.dim and not bucket.loop:
         yield "has tiles of columns, which a loop alone has"
-    elif bucket.loop and not (bucket.homes.parameters == bucket.homes.spilled == "device"):
-        yield f"has {bucket.homes}, where tiles of columns would be read and written piece by piece"
+    elif bucket.loop and not (bucket.placement.parameters == bucket.placement.spilled == "device"):
+        yield f"has {bucket.placement}, where tiles of columns would be read and written piece by piece"
     elif bucket.residency != "use":
         yield "is tiled, and is to stay whole"

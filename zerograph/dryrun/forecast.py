@@ -18,7 +18,7 @@ from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.plan_file import file_from_search
 from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.forecasts import forecast_programs
-from zerograph.planner.programs.homes import open_homes, open_tiers
+from zerograph.planner.programs.open_placements import open_placements, open_tiers
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.search.constraints import Constraints
 
@@ -179,7 +179,7 @@ def refuse_offload(
             f"overlap delayed is given with --offload {offload}: on NVMe gradients lie where the next backward writes",
             "leave them on the device, --offload optimizer, or say --tier host",
         )
-    open_homes(offload, open_tiers(machine, world, offload, tier), 3 if stage == "auto" else stage)
+    open_placements(offload, open_tiers(machine, world, offload, tier), 3 if stage == "auto" else stage)
 
 
 def forecast_file(

@@ -30,8 +30,8 @@ _LIB.define("reduce(Tensor[] grads, int bucket, int tile=0) -> Tensor")
 _LIB.define("wait_reduce(Tensor pending, Tensor[] grads, int bucket, int tile=0) -> Tensor[]")
 _LIB.define("spill(Tensor[] grads, int bucket, Tensor? into=None) -> Tensor[]")
 _LIB.define("spill_saved(Tensor[] saved) -> Tensor[]")
-_LIB.define("fetch_saved(Tensor[] away) -> Tensor")
-_LIB.define("wait_fetch_saved(Tensor pending, Tensor[] away) -> Tensor[]")
+_LIB.define("fetch_saved(Tensor[] offloaded) -> Tensor")
+_LIB.define("wait_fetch_saved(Tensor pending, Tensor[] offloaded) -> Tensor[]")
 # Tiles: a part of a tensor, a tile put in its place, and one added, or the product of two, to the sum of those before.
 _LIB.define("view(Tensor(a) source, int dim, int begin, int end) -> Tensor(a)")
 _LIB.define("place(Tensor[] terms, Tensor? into, int[] shape, int dim, int begin) -> Tensor")
@@ -75,11 +75,12 @@ for _name in ("gather", "fetch", "reduce"):
 
 def _save_shard(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     shard, _, *ctx.spec, device = inputs
-    ctx.shard_shape, ctx.shard_dtype, ctx.home = list(shard.shape), shard.dtype, shard.device if device else None
+    ctx.shard_shape, ctx.shard_dtype = list(shard.shape), shard.dtype
+    ctx.shard_device = shard.device if device else None
 
 
 def _unshard_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    shard_grad = torch.ops.zg.reduce_grad(grad, ctx.shard_shape, ctx.shard_dtype, *ctx.spec, ctx.home)
+    shard_grad = torch.ops.zg.reduce_grad(grad, ctx.shard_shape, ctx.shard_dtype, *ctx.spec, ctx.shard_device)
     return (shard_grad, *[None] * 7)
 
 

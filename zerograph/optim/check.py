@@ -26,7 +26,7 @@ from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.executor.telemetry import Telemetry
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.shards import ShardStore
 
 _NOT_ELEMENTWISE = {
     "LBFGS": "it works on the dot products of whole gradients",
@@ -112,7 +112,7 @@ class OptimizerCheck:
             if isinstance(optimizer, HostOptimizer):
                 optimizer.steps = self._steps
             self._refuse_updated(optimizer)
-            self._bring_states_home(optimizer)
+            self._bring_states_back(optimizer)
             self._telemetry.updating()
 
     def _refuse_updated(self, optimizer: Optimizer) -> None:
@@ -137,7 +137,7 @@ class OptimizerCheck:
             optimizer = early.optimizer
             if isinstance(optimizer, Optimizer) and self._holds_own(optimizer):
                 self._look_at(optimizer)
-                self._bring_states_home(optimizer)
+                self._bring_states_back(optimizer)
                 found.append(early)
         if found and why_whole:
             raise ConfigError(
@@ -146,7 +146,7 @@ class OptimizerCheck:
             )
         return found
 
-    def _bring_states_home(self, optimizer: Optimizer) -> None:
+    def _bring_states_back(self, optimizer: Optimizer) -> None:
         """Let ``optimizer`` keep states where the backend says."""
         if not isinstance(optimizer, HostOptimizer):
             if self._store.room.opened is not None:

@@ -129,7 +129,7 @@ class DelayedSteps(StepsOf):
             self._refuse_idle('update="device" needs the device, which computes')
         places = store.locations.places()
         own = (places[id(param)].block for param in params if id(param) in places)
-        if any(is_disk(store.gradients.homes[block]) for block in own):
+        if any(is_disk(store.gradients.tiers[block]) for block in own):
             self._refuse_idle("gradients on NVMe lie where the next backward writes its own")
         apart = store.copies.set_apart(p for p in params if not delayed.is_read_eagerly(p))
         if not apart:

@@ -39,7 +39,7 @@ class Factor(NamedTuple):
         return None if number == 1.0 else torch.full((), number, dtype=torch.float32, device=device)
 
 
-def _is_away(scale: float | Tensor) -> TypeGuard[Tensor]:
+def _is_elsewhere(scale: float | Tensor) -> TypeGuard[Tensor]:
     return isinstance(scale, Tensor) and not uses_kernels(scale)
 
 
@@ -76,16 +76,16 @@ class Asked:
             ConfigError: one is no number, or zero, or ``clip`` is not positive.
         """
         hint = "give what the loss was multiplied by"
-        here = [number("grad_scale", s, hint) for s in self.scales if not (there and _is_away(s))]
+        here = [number("grad_scale", s, hint) for s in self.scales if not (there and _is_elsewhere(s))]
         scale: float | Tensor = math.prod(here)
         require(bool(scale), "grad_scale=0: gradients cannot be divided by it", hint)
         if self.clip is not None:
             hint = "clip=1.0, or leave it out to scale nothing"
             clip = number("clip", self.clip, hint)
             require(clip > 0, f"clip={clip}: the largest norm allowed must be positive", hint)
-        for away in self.scales if there else ():
-            if _is_away(away):
-                scale = scale * away.double().reshape(())
+        for other in self.scales if there else ():
+            if _is_elsewhere(other):
+                scale = scale * other.double().reshape(())
         return scale
 
     def decided(self, norm: float, scale: float) -> Factor | None:

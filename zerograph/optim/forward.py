@@ -23,7 +23,7 @@ from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
 from zerograph.runtime.comm.entry import reason_of
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
 AT_ONCE = -1

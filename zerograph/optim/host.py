@@ -40,7 +40,7 @@ from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import StepCount
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.shards import ShardStore
 
 log = logging.getLogger(__name__)
 

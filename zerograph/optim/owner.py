@@ -14,7 +14,7 @@ from zerograph.optim.tensors import GroupLayout
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import StepCount
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import versions
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import zerograph._core as _core
 from zerograph.optim.tensors import NOTHING, TAGS, Gradients, GroupLayout, uses_kernels
-from zerograph.runtime.homes.blocks import StatePlace
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.blocks import StatePlace
+from zerograph.runtime.offload.shards import ShardStore
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class UpdateRow(NamedTuple):
     grads: Gradients
 
 
-Homes = tuple[ShardStore | None, int]
+Located = tuple[ShardStore | None, int]
 """Who says where states are, and how often that has changed."""
 
 
@@ -136,9 +136,9 @@ class GroupParts:
         slots: tuple[str, ...],
         parts: list[Part],
         state: Mapping[Tensor, Any],
-        homes: Homes,
+        located: Located,
     ) -> None:
-        self.layout, self.slots, self.parts, self._homes = layout, slots, parts, homes
+        self.layout, self.slots, self.parts, self._located = layout, slots, parts, located
         self._changes = layout.changes
         self._members = {m.index for part in parts for m in part.members}
         params = [layout.params[m.index] for part in parts for m in part.members]
@@ -148,7 +148,7 @@ class GroupParts:
         self._addresses = _addresses(self._locals)
 
     def holds(
-        self, layout: GroupLayout, slots: tuple[str, ...], grads: Gradients, states: set[int], homes: Homes
+        self, layout: GroupLayout, slots: tuple[str, ...], grads: Gradients, states: set[int], located: Located
     ) -> bool:
         """Whether the same tensors are to be updated, at the same addresses; ``states`` are the ids of the dicts that
         the optimizer holds now."""
@@ -156,7 +156,7 @@ class GroupParts:
         return (
             self.layout is layout
             and self.slots == slots
-            and self._homes == homes
+            and self._located == located
             and self._changes == layout.changes
             and self._covers(grads)
             and states.issuperset(map(id, self._dicts))

@@ -15,8 +15,8 @@ from zerograph.core.errors import CheckpointError, UnsupportedError
 from zerograph.optim.algorithm import Algorithm
 from zerograph.optim.parts import GroupParts, Member, UpdateRow, parts_of
 from zerograph.optim.tensors import GroupLayout, uses_kernels
-from zerograph.runtime.homes.blocks import StatePlace
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.blocks import StatePlace
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor, placed_as
 
 
@@ -48,7 +48,7 @@ class States:
         return found
 
     def parts(self, rows: Sequence[UpdateRow], store: ShardStore | None) -> list[GroupParts]:
-        """The parts of ``rows``, with states where some were missing; ``store`` has the homes of parameters."""
+        """The parts of ``rows``, with states where some were missing; ``store`` has the placement of parameters."""
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self._optimizer.state.values()))
         return [self._parts(row, states, store) for row in rows]
@@ -57,12 +57,12 @@ class States:
         key, group, layout, grads = row
         state, slots = self._optimizer.state, self._algorithm.slots(group)
         plan = self.known.get(key)
-        homes = (store, store.locations.changes if store is not None else 0)
-        if plan is None or not plan.holds(layout, slots, grads, states, homes):
+        located = (store, store.locations.changes if store is not None else 0)
+        if plan is None or not plan.holds(layout, slots, grads, states, located):
             known = plan.members_of(layout, state) if plan is not None else ()
             places = store.locations.places() if store is not None else {}
             parts = parts_of(layout, grads, known, lambda i: self._member(layout, i, slots, store, places))
-            plan = self.known[key] = GroupParts(layout, slots, parts, state, homes)
+            plan = self.known[key] = GroupParts(layout, slots, parts, state, located)
             self._changed()
         return plan
 
@@ -74,7 +74,7 @@ class States:
         store: ShardStore | None,
         places: Mapping[int, StatePlace],
     ) -> Member:
-        """The parameter's state, made where it is missing and brought home, in the form that the kernels take."""
+        """The parameter's state, made where it is missing and brought back, in the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
         place, (copy, streamed, through) = places.get(id(param)), _kept_of(param, store)
         if not local.numel() or not (slots or streamed or self._has_master(param)):
@@ -120,12 +120,12 @@ class States:
     ) -> Tensor:
         """State ``value`` of ``param`` on NVMe, where it is made when there is none."""
         owner = self._optimizer
-        if value is not None and value.dtype == dtype and store.states.is_home(owner, place, name, local_tensor(value)):
+        if value is not None and value.dtype == dtype and store.states.holds(owner, place, name, local_tensor(value)):
             return value
-        home = store.states.of(owner, place, name, dtype, local_tensor(param), fill)
+        stored = store.states.of(owner, place, name, dtype, local_tensor(param), fill)
         if value is not None:
-            home.copy_(local_tensor(_fitted(value, param, dtype, f"{name} of a parameter")))
-        return placed_as(home, param)
+            stored.copy_(local_tensor(_fitted(value, param, dtype, f"{name} of a parameter")))
+        return placed_as(stored, param)
 
     def _has_master(self, param: Tensor) -> bool:
         return self._master is not None and param.dtype.itemsize < self._master.itemsize

@@ -27,12 +27,12 @@ from zerograph.optim.parts import Member, Part, address, flat
 from zerograph.optim.ring import through_slots
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.comm.entry import reason_of
-from zerograph.runtime.homes.blocks import UNIT, Block, StatePlace
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.host import Transfer
-from zerograph.runtime.homes.locations import COPY, GRADIENT, PARAMETER
-from zerograph.runtime.homes.nvme import Priority, Ticket
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.blocks import UNIT, Block, StatePlace
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.host import Transfer
+from zerograph.runtime.offload.locations import COPY, GRADIENT, PARAMETER
+from zerograph.runtime.offload.nvme import Priority, Ticket
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.timings import Purpose, TimedUpdate
 
 
@@ -227,8 +227,8 @@ class Stream:
             raise
         for copy, count in self._counts:
             copy.copy_(count)
-        home = self._store.gradients.home
-        self._gradients = {chunk.block: home(chunk.block) for chunk in self._chunks if chunk.gradient}
+        extent_of = self._store.gradients.extent_of
+        self._gradients = {chunk.block: extent_of(chunk.block) for chunk in self._chunks if chunk.gradient}
         copied = {place: self._store.copies.begin_to_follow(name) for place, name in self._names.items()}
         self._follow = {place: copy for place, copy in copied.items() if copy is not None}
         late = {p: self._store.copies.late(self._names[p]) for p in self._mastered & self._names.keys()}
@@ -278,9 +278,9 @@ class Stream:
         """Where the kernel finds the gradient of a piece, whose parameter's is at ``address``; 0 where it has none."""
         if not address:
             return 0
-        size, home = part.grad_dtype.itemsize, self._gradients.get(chunk.block)
+        size, spilled = part.grad_dtype.itemsize, self._gradients.get(chunk.block)
         begin = _place(part.members[piece.member]).begin
-        on_nvme = home is not None and address == home[1] + begin * size
+        on_nvme = spilled is not None and address == spilled[1] + begin * size
         if chunk.gradient is not None and (on_nvme or self._comes(chunk, part)):
             return chunk.slot.data_ptr() + chunk.gradient.at + (begin + piece.first - chunk.begin) * size
         return address + piece.first * size  # the user's own, or one that was kept from an earlier backward
@@ -329,9 +329,9 @@ class Stream:
 
     def _start(self, transfer: Callable[..., Ticket], chunk: _StoredChunk) -> None:
         kinds = [(kind, kind.extent) for kind in chunk.kinds if not chunk.is_ahead]
-        home = self._gradients.get(chunk.block)
-        if transfer == self._arena.read and chunk.gradient is not None and home is not None:
-            kinds.append((chunk.gradient, home[0]))
+        spilled = self._gradients.get(chunk.block)
+        if transfer == self._arena.read and chunk.gradient is not None and spilled is not None:
+            kinds.append((chunk.gradient, spilled[0]))
         chunk.is_ahead = False
         self._transfer(transfer, chunk, kinds, Priority.now)
 

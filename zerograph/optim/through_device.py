@@ -23,8 +23,8 @@ from zerograph.optim.parts import Member, Part, flat
 from zerograph.optim.ring import through_slots
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.comm.entry import reason_of
-from zerograph.runtime.homes.host import Transfer
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.host import Transfer
+from zerograph.runtime.offload.shards import ShardStore
 
 _APART = 256
 """Bytes: what is in a slot begins at multiples, where vector loads are aligned."""

@@ -23,7 +23,7 @@ from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.forward import has_opened
 from zerograph.sharding.gathered import is_open
-from zerograph.sharding.host_parameters import homes_in, is_outward_there
+from zerograph.sharding.host_parameters import is_outward_there, placements_in
 from zerograph.sharding.model_copies import await_updates, take_over
 from zerograph.sharding.optimizer_states import early_states
 from zerograph.sharding.parametrization import leave, other_names, shard_parameters
@@ -168,7 +168,7 @@ class Adoption:
         there."""
         if self.ranks is None or self.ranks.host is None:
             return {}
-        there = [(n, self.params[n]) for n, homes in homes_in(plan) if is_outward_there(homes, self.params[n])]
+        there = [(n, self.params[n]) for n, own in placements_in(plan) if is_outward_there(own, self.params[n])]
         return {name: param for name, param in there if not param.is_cpu}
 
     @torch.inference_mode(False)

@@ -7,36 +7,36 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from zerograph.compiler.frame_plan import homes_of
+from zerograph.compiler.frame_plan import placement_of
 from zerograph.core.config import Config
 from zerograph.core.placement import Unplanned, values_tier
-from zerograph.core.plan import Homes, Plan
-from zerograph.runtime.homes.host import HostMemory
-from zerograph.runtime.homes.hosted import home_for
+from zerograph.core.plan import Placement, Plan
+from zerograph.runtime.offload.host import HostMemory
+from zerograph.runtime.offload.hosted import host_like
 from zerograph.runtime.torch_private import local_tensor, placed_as
 
 
-def homes_by_name(config: Config) -> Callable[[str], Homes]:
+def placement_by_name(config: Config) -> Callable[[str], Placement]:
     """Where the parts of each parameter will live, as far as that is known before a step is planned."""
     if config.plan is None:
-        homes = homes_of(config)
-        return lambda _: homes
-    known = dict(homes_in(config.plan.plan))
-    return lambda name: known.get(name, Homes())
+        placement = placement_of(config)
+        return lambda _: placement
+    known = dict(placements_in(config.plan.plan))
+    return lambda name: known.get(name, Placement())
 
 
-def homes_in(plan: Plan) -> Iterator[tuple[str, Homes]]:
-    """The homes of each sharded parameter of ``plan``."""
-    return ((p.name, bucket.homes) for bucket in plan.buckets for p in bucket.params if p.sharded)
+def placements_in(plan: Plan) -> Iterator[tuple[str, Placement]]:
+    """The placement of each sharded parameter of ``plan``."""
+    return ((p.name, bucket.placement) for bucket in plan.buckets for p in bucket.params if p.sharded)
 
 
-def is_outward_there(homes: Homes, param: nn.Parameter) -> bool:
+def is_outward_there(placement: Placement, param: nn.Parameter) -> bool:
     """Whether the outward parameter is on the host: its values are."""
-    return values_tier(Unplanned(param.requires_grad), homes, split=True) == "host"
+    return values_tier(Unplanned(param.requires_grad), placement, split=True) == "host"
 
 
 @torch.no_grad()
 def moved(value: Tensor, host: HostMemory) -> Tensor:
     """``value``, a DTensor or a plain tensor, with this rank's part of it on the host."""
     local = local_tensor(value.detach())
-    return placed_as(home_for(local, host).copy_(local), value)
+    return placed_as(host_like(local, host).copy_(local), value)

@@ -176,7 +176,7 @@ def _set_values(param: nn.Parameter, values: Tensor, spec: ShardSpec) -> None:
         if _memory(values) != _memory(param):
             param.detach().copy_(values)
         return
-    # torch checks a gradient's dtype against its parameter's, so it must be away while that changes.
+    # torch checks a gradient's dtype against its parameter's, so there must be none while that changes.
     grad, param.grad = param.grad, None
     param.data = values
     if isinstance(param, DTensor):

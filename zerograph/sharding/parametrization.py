@@ -20,10 +20,10 @@ from zerograph.core.rows import is_divided
 from zerograph.core.units import format_bytes
 from zerograph.runtime.dtensors import placements_of
 from zerograph.runtime.executor.uncompiled import UncompiledReads
-from zerograph.runtime.homes.host import HostMemory
+from zerograph.runtime.offload.host import HostMemory
 from zerograph.sharding.adopt import modules_holding, replace_everywhere
 from zerograph.sharding.forward import count_running_call
-from zerograph.sharding.host_parameters import homes_by_name, is_outward_there, moved
+from zerograph.sharding.host_parameters import is_outward_there, moved, placement_by_name
 from zerograph.sharding.module_classes import class_of, generate_classes, own_modules, present
 from zerograph.sharding.optimizer_states import early_states, share, share_states
 from zerograph.sharding.ranks import Ranks
@@ -68,9 +68,9 @@ def shard_parameters(
     _make_classes(roots, places)
     specs = {name: spec_of(param, name, config, mesh) for name, param in named.items()}
     if ranks.host is not None:
-        homes = homes_by_name(config)
+        placement = placement_by_name(config)
         for name, plain in named.items():
-            if specs[name].sharded and is_outward_there(homes(name), plain):
+            if specs[name].sharded and is_outward_there(placement(name), plain):
                 specs[name] = specs[name]._replace(device=ranks.device)
     _warn_of_few_rows(named, specs, mesh)
     new = {name: _new_parameter(param, specs[name], ranks, config.sharding) for name, param in named.items()}
@@ -166,11 +166,11 @@ def leave(params: Mapping[str, nn.Parameter], ranks: Ranks, objects: Sequence[An
     assert ranks.host is not None
     new: dict[int, tuple[Tensor, nn.Parameter]] = {}
     for param in params.values():
-        home = nn.Parameter(moved(param, ranks.host), requires_grad=param.requires_grad)
+        hosted = nn.Parameter(moved(param, ranks.host), requires_grad=param.requires_grad)
         if param.grad is not None:
-            home.grad = moved(param.grad, ranks.host)
-        _take_marks(home, param)
-        new[id(param)] = (param, home)
+            hosted.grad = moved(param.grad, ranks.host)
+        _take_marks(hosted, param)
+        new[id(param)] = (param, hosted)
     for module in modules_holding(params.values(), objects):
         for attribute, held in list(module._parameters.items()):
             if id(held) in new:

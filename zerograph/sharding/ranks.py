@@ -17,7 +17,7 @@ from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
 from zerograph.runtime.comm.collectives import Communicator, LoneCommunicator, connect, keeps_to_group
 from zerograph.runtime.comm.roster import Roster
-from zerograph.runtime.homes.host import AcceleratorHost, HostMemory
+from zerograph.runtime.offload.host import AcceleratorHost, HostMemory
 from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
 from zerograph.sharding.files.checkpoint_folders import watch_checkpoints
@@ -59,7 +59,7 @@ class Ranks:
         mesh = resolve_mesh(config, device.type)
         if config.mesh is not None:
             _tell_of_other_ranks(config.mesh)
-        host = AcceleratorHost(device) if "host" in config.away and device.type != "cpu" else None
+        host = AcceleratorHost(device) if "host" in config.offload_tiers and device.type != "cpu" else None
         if mesh is None:
             return cls(device, communicator=LoneCommunicator(), host=host)
         group = mesh.get_group()
@@ -135,7 +135,7 @@ def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
     return one_mesh(DeviceMesh.from_group(group, device_type))
 
 
-def home_of(model: nn.Module, config: Config, device: object) -> torch.device:
+def device_of(model: nn.Module, config: Config, device: object) -> torch.device:
     """The device that the shards of ``model`` belong on; ``device`` is the one that :func:`zerograph.shard` was given.
 
     Raises:
@@ -149,10 +149,10 @@ def home_of(model: nn.Module, config: Config, device: object) -> torch.device:
         "device= is for a model on the meta device; move one that has values before: model.to(device)",
     )
     on_mesh = config.mesh.device_type if config.mesh is not None else None
-    home = torch.device(given or own or on_mesh or _accelerator() or "cpu")
-    if home.index is None and home.type != "cpu":
-        home = torch.device(home.type, torch.accelerator.current_device_index())
-    return home
+    chosen = torch.device(given or own or on_mesh or _accelerator() or "cpu")
+    if chosen.index is None and chosen.type != "cpu":
+        chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
+    return chosen
 
 
 def _accelerator() -> torch.device | None:

@@ -50,9 +50,9 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         shard, ctx.param, _, ctx.reads, ctx.line = inputs
-        ctx.home = shard.device
+        ctx.shard_device = shard.device
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.reads.reduce(ctx.param, grad, ctx.line).to(ctx.home), None, None, None, None
+        return ctx.reads.reduce(ctx.param, grad, ctx.line).to(ctx.shard_device), None, None, None, None

@@ -25,7 +25,7 @@ from zerograph.core.instructions import (
 )
 from zerograph.core.machine import is_disk
 from zerograph.core.placement import updated_late
-from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.program import Program
 from zerograph.core.step import layer_of, layer_of_activation
 
@@ -118,12 +118,12 @@ def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
         elif isinstance(each, Update):
             here.update(each.buckets)
     for bucket in plan.buckets:
-        trained, away = [p for p in bucket.params if p.trainable], bucket.homes.optimizer != "device"
+        trained, offloaded = [p for p in bucket.params if p.trainable], bucket.placement.optimizer != "device"
         # A parameter that every rank holds whole stays on the device, also in a bucket whose shards live elsewhere.
-        if away and any(p.sharded for p in trained):
+        if offloaded and any(p.sharded for p in trained):
             wanted.update(_parts(bucket))
         # The backward updates shards only: what every rank holds whole is left to the step.
-        kinds = {plan.updated_inside(bucket) and p.sharded for p in trained if not away or not p.sharded}
+        kinds = {plan.updated_inside(bucket) and p.sharded for p in trained if not offloaded or not p.sharded}
         times = here[bucket.index]
         if times != len(kinds):
             text = f"{bucket.name} is updated on the device {times} times, not {len(kinds)}"
@@ -172,10 +172,10 @@ def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
         if text:
             yield Wrong.at("overlap", program, place, text)
     for planned in plan.buckets:
-        away = any(p.trainable and p.sharded for p in planned.params)
-        if planned.index in inside and away and planned.index not in updated and forwards:
+        offloaded = any(p.trainable and p.sharded for p in planned.params)
+        if planned.index in inside and offloaded and planned.index not in updated and forwards:
             yield Wrong("overlap", f"{planned.name} is not updated inside of the backward", module=planned.name)
-        copied = updated_late(plan, planned) and planned.homes.parameters == "device"
+        copied = updated_late(plan, planned) and planned.placement.parameters == "device"
         if copied and followed.get(planned.index) != set(range(planned.tiles)):
             yield Wrong("overlap", f"copies of {planned.name} do not follow its update", module=planned.name)
 
@@ -234,7 +234,7 @@ class _Required:
 
     def __init__(self, programs: Sequence[Program], plan: Plan) -> None:
         self.buckets, self.tier_of = plan.buckets, dict(plan.offload)
-        self.homes = list(map(plan.homes_of, plan.buckets))
+        self.placements = list(map(plan.placement_of, plan.buckets))
         moves = (each for *_, each in _each(programs) if isinstance(each, Move) and each.what == "states")
         self.read = {each.bucket for each in moves if is_disk(each.source)}
 
@@ -245,34 +245,36 @@ class _Required:
             yield ("read" if each.source == "host" and on_disk else "write" if on_disk else "spill",), "activations"
         if not 0 <= (index := getattr(each, "bucket", -1)) < len(self.buckets):
             return
-        bucket, homes = self.buckets[index], self.homes[index]
+        bucket, placement = self.buckets[index], self.placements[index]
         match each:
             # A CPU has no host tier of its own: NVMe is read straight to where it is used.
-            case Gather() if homes.parameters != "device":
+            case Gather() if placement.parameters != "device":
                 yield ("fetch", "read"), "shard"
-            case Move(what="shard", source="host") if is_disk(homes.parameters):
+            case Move(what="shard", source="host") if is_disk(placement.parameters):
                 yield ("read",), "shard"
             case Move(what="states", source="host", target="device"):
                 yield ("spill",), "gradient"
-            case Move(what="states", source=source) if is_disk(source) and is_disk(homes.spilled):
+            case Move(what="states", source=source) if is_disk(source) and is_disk(placement.spilled):
                 yield ("write",), "gradient"
             case DeviceUpdate():
                 yield ("fetch",), "states"
             case HostUpdate():
                 # Slots are on the host where that has another memory than the device.
                 staged = each.slot is not None and program.contents[each.slot].tier == "host"
-                yield from self._of_update(bucket, homes, staged)
+                yield from self._of_update(bucket, placement, staged)
             case Move(what="states", rises=False) | Move(what="parameters"):
                 yield ("update",), "states"
             case _:
                 pass
 
-    def _of_update(self, bucket: Bucket, homes: Homes, staged: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+    def _of_update(self, bucket: Bucket, placement: Placement, staged: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         # On a CPU plain SGD of parameters that compute in their own dtype keeps nothing anywhere else.
         masters = any(p.trainable and p.is_master for p in bucket.params)
-        if is_disk(homes.spilled) or (is_disk(homes.optimizer) and (staged or masters or bucket.index in self.read)):
+        if is_disk(placement.spilled) or (
+            is_disk(placement.optimizer) and (staged or masters or bucket.index in self.read)
+        ):
             yield ("read",), "states"
-        if homes.spilled == "host" or (homes.spilled == "device" and staged):
+        if placement.spilled == "host" or (placement.spilled == "device" and staged):
             yield ("spill",), "gradient"
 
 

@@ -14,7 +14,7 @@ from quick import examples
 from zerograph.cli.view.levels import levels
 from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, machine_named
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 from zerograph.core.timeline import STREAMS
 from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.rates import Rates
@@ -69,14 +69,14 @@ def test_kinds_add_up_at_every_instant(file: PlanFile) -> None:
 @settings(max_examples=examples(20), deadline=None)
 @given(
     layers=st.lists(st.builds(Layer, rows=st.sampled_from([1024, MIB])), min_size=1, max_size=4),
-    homes=st.sampled_from([Homes(), Homes("device", "host", "nvme"), Homes("host", "host", "host")]),
+    placement=st.sampled_from([Placement(), Placement("device", "host", "nvme"), Placement("host", "host", "host")]),
     stage=st.sampled_from([1, 2, 3]),
     training=st.booleans(),
 )
-def test_kinds_of_planned_steps_add_up(layers: list[Layer], homes: Homes, stage: int, training: bool) -> None:
+def test_kinds_of_planned_steps_add_up(layers: list[Layer], placement: Placement, stage: int, training: bool) -> None:
     step, machine = step_of(layers, training=training, updates=training), machine_named("h100-80gb")
     plan = plan_step(step, stage=stage, world_size=4, bucket_size=MIB, prefetch=1)
-    plan = replace(plan, buckets=tuple(replace(b, homes=homes) for b in plan.buckets))
+    plan = replace(plan, buckets=tuple(replace(b, placement=placement) for b in plan.buckets))
     rates = Rates(machine, 4, plan.compute_dtype)
     params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
     forecast, holdings = forecast_plan(Scheduler(profile_of(step, plan), params, names, rates), plan)

@@ -36,7 +36,7 @@ def test_they_compute_the_same(kind: type, options: dict, states: set[str], tmp_
     places = store.locations.places()
     for name, param in there.items():
         assert torch.equal(param, here[name])
-        found = {n for n, v in theirs.state[param].items() if store.states.is_home(theirs, places[id(param)], n, v)}
+        found = {n for n, v in theirs.state[param].items() if store.states.holds(theirs, places[id(param)], n, v)}
         assert found == states
         assert all(torch.equal(mine.state[here[name]][n], theirs.state[param][n]) for n in states)
 

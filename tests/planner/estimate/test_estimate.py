@@ -17,7 +17,7 @@ from quick import examples
 from zerograph.core.errors import ConfigError
 from zerograph.core.instructions import Move, Reduce
 from zerograph.core.machine import PRESETS, TIERS, Machine, Tier, machine_named
-from zerograph.core.plan import Homes, Offload
+from zerograph.core.plan import Offload, Placement
 from zerograph.planner.estimate.estimate import Question, Row, estimate_rows, fastest
 from zerograph.planner.estimate.largest_estimate import WHATS, largest_estimate
 from zerograph.planner.estimate.preset import DEPTHS, Outcome, Preset
@@ -84,7 +84,7 @@ def test_zero_infinity_fits_over_30_trillion_on_512_v100() -> None:
     assert published.parameters > 32e12
     best = fastest(estimate_rows(asked(published, world=512, training=replace(PAPER, batch=1))))
     assert best is not None
-    assert best.strategy.homes.optimizer == "nvme"
+    assert best.strategy.placement.optimizer == "nvme"
     assert best.strategy.tiles > 1  # one matrix of 4*h*h is 92 GB in 16 bit
     assert not any_fits(asked(published, world=512, training=replace(PAPER, batch=1), tiles=1))
     how = best.strategy
@@ -353,8 +353,8 @@ def test_tiles_of_a_tied_embedding_leave_the_gradient_that_the_whole_leaves(tier
     """The head's tile is reduced first, and the embedding's is added to it."""
     size, training = ModelSize.of(layers=2, hidden=4096, vocab=50_000), replace(PAPER, bucket_size=100 * 2**20)
     step = gpt(size, training, world, 2, sharded=tier != "device" or world > 1)
-    homes = Homes(tier, tier, tier)
-    plan = plan_step(step, stage=3, world_size=world, bucket_size=training.bucket_size, prefetch=1, homes=homes)
+    placement = Placement(tier, tier, tier)
+    plan = plan_step(step, stage=3, world_size=world, bucket_size=training.bucket_size, prefetch=1, placement=placement)
     embedding = plan.bucket_of()["embed.weight"].index
     params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
     scheduler = Scheduler(profile(step, "none"), params, names, Rates(V100, world, training.dtype))

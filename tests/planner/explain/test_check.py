@@ -14,7 +14,7 @@ from quick import examples
 
 from zerograph.core.errors import ConfigError, InvariantError
 from zerograph.core.machine import machine_named
-from zerograph.core.plan import GivenPlan, Homes, Plan
+from zerograph.core.plan import GivenPlan, Placement, Plan
 from zerograph.core.step import Step
 from zerograph.planner import plan_step, replay
 from zerograph.planner.explain.check import CHECKS, Violation, check_plan, require_plan
@@ -78,7 +78,12 @@ FIRST, SECOND = (b.params[0] for b in PLAN.buckets)
 @pytest.mark.parametrize(
     ("step", "plan", "name", "message"),
     [
-        (STEP, replace(PLAN, stage=1, buckets=bucket(0, homes=Homes("host", "host", "host")).buckets), "plan", "host"),
+        (
+            STEP,
+            replace(PLAN, stage=1, buckets=bucket(0, placement=Placement("host", "host", "host")).buckets),
+            "plan",
+            "host",
+        ),
         (STEP, bucket(1, index=5), "buckets", "has index 5 in place 1"),
         (STEP, bucket(1, params=()), "buckets", "is empty"),
         (STEP, bucket(1, params=(FIRST, SECOND)), "buckets", "blocks.0.weight is in buckets blocks.0 and blocks.1"),

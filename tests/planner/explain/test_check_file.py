@@ -15,10 +15,10 @@ from planner.test_offload import GPU, MIB, file_of, placed, ruled
 from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.planner.explain.check import Violation
 from zerograph.planner.explain.check_file import CHECKS, check_file
-from zerograph.planner.programs.homes import HOMES
+from zerograph.planner.programs.open_placements import PLACEMENTS
 
 STEP = step_of([Layer(rows=MIB, stream=MIB)] * 4)
-FILE = file_of(STEP, placed(ruled(STEP), HOMES[-1]), GPU)
+FILE = file_of(STEP, placed(ruled(STEP), PLACEMENTS[-1]), GPU)
 MORE = Holding("more", "state", "device", 1, 0, 99)
 PEAK = FILE.forecast.peaks["device"]
 

@@ -13,7 +13,7 @@ from quick import examples
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.instructions import Reduce
 from zerograph.core.machine import TIERS, machine_named
-from zerograph.core.plan import OVERLAPS, GivenPlan, Homes, Overlap, Plan
+from zerograph.core.plan import OVERLAPS, GivenPlan, Overlap, Placement, Plan
 from zerograph.core.step import Op, Param, Step, Value
 from zerograph.planner import replay
 from zerograph.planner.explain.check import check_plan
@@ -177,12 +177,12 @@ def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_updates_run_beside_programs_whose_forward_makes_gradients_of_the_head(overlap: Overlap) -> None:
     """Of a loss in tiles the backward scales and reduces them."""
-    homes = Homes("device", "host", "host")
+    placement = Placement("device", "host", "host")
     constraints = Constraints(3, WORLD, bucket_size=MIB, prefetch=1, loss=4)
     step = replace(with_head(), loss_gradients=("d_logits", "d_weight", "grad", "d_loss"))
     search = Search(step, constraints, GPU)
     space = next(space for space in search.spaces if space.plan.loss_tiles == 4)
-    buckets = tuple(replace(bucket, homes=homes) for bucket in space.plan.buckets)
+    buckets = tuple(replace(bucket, placement=placement) for bucket in space.plan.buckets)
     plan = replace(space.plan, buckets=buckets, overlap=overlap)
     programs = settled(coarse_programs(space.scheduler, plan))
     head = len(buckets) - 1

@@ -12,7 +12,7 @@ from planner.steps import Layer, step_of
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import machine_named
-from zerograph.core.plan import GivenPlan, Homes, Plan
+from zerograph.core.plan import GivenPlan, Placement, Plan
 from zerograph.core.step import Mlp, Step
 from zerograph.planner import plan_step
 from zerograph.planner.explain.check import check_plan
@@ -123,8 +123,12 @@ def test_weights_of_an_mlp_in_as_many_tiles_run_in_one_loop() -> None:
     [
         ((4, 2), {}, "its weights are in different numbers of tiles"),
         ((4, 1), {}, "its weights are in different numbers of tiles"),
-        ((4, 4), {"homes": Homes("nvme", "nvme", "nvme")}, "tiles of columns are not read and written piece by piece"),
-        ((4, 4), {"homes": Homes("device", "device", "host")}, "tiles of columns are not read and written"),
+        (
+            (4, 4),
+            {"placement": Placement("nvme", "nvme", "nvme")},
+            "tiles of columns are not read and written piece by piece",
+        ),
+        ((4, 4), {"placement": Placement("device", "device", "host")}, "tiles of columns are not read and written"),
     ],
 )
 def test_elsewhere_each_weight_has_tiles_of_its_rows(tiles: tuple[int, int], options: Any, why: str) -> None:
@@ -178,7 +182,10 @@ def test_plans_with_loops_that_the_step_has_not_are_refused() -> None:
         ({"tiles": 33}, "has 33 tiles of 32 columns"),
         ({"dim": 2}, "has tiles of its dimension 2"),
         ({"tiles": 1}, "is whole, and runs in the loop 'mlp'"),
-        ({"homes": Homes("nvme", "nvme", "nvme")}, "where tiles of columns would be read and written piece by piece"),
+        (
+            {"placement": Placement("nvme", "nvme", "nvme")},
+            "where tiles of columns would be read and written piece by piece",
+        ),
     ],
 )
 def test_mistakes_of_loops(change: dict[str, Any], wrong: str) -> None:

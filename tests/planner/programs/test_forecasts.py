@@ -16,7 +16,7 @@ from zerograph.core.files.runfile import Measured, move_key
 from zerograph.core.instructions import Move, Reduce
 from zerograph.core.machine import machine_named
 from zerograph.core.param_bytes import kept_states, shard_bytes
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 from zerograph.core.program import Program
 from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs
 from zerograph.planner.programs.rates import Rates
@@ -179,8 +179,8 @@ def test_nothing_is_wrong_with_the_programs(stage: int) -> None:
 def test_states_on_the_host_pass_through_the_device_to_be_updated_there() -> None:
     _, backend = seen(3)
     machine = replace(machine_named("cpu"), split=True)
-    away = tuple(replace(b, homes=Homes("device", "host", "host")) for b in backend.plan.buckets)
-    plan = replace(backend.plan, buckets=away, update="device")
+    offloaded = tuple(replace(b, placement=Placement("device", "host", "host")) for b in backend.plan.buckets)
+    plan = replace(backend.plan, buckets=offloaded, update="device")
     params = [p for bucket in plan.buckets for p in bucket.params]
     kept, masters = kept_states(params, WORLD, 2), sum(shard_bytes(p, WORLD) for p in params)
     update = update_program(plan, kept, Rates(machine, WORLD, "float32"))
@@ -199,7 +199,7 @@ def test_states_on_the_host_pass_through_the_device_to_be_updated_there() -> Non
 def test_states_on_nvme_are_read_updated_and_written_bucket_by_bucket() -> None:
     _, backend = seen(3)
     plan, machine = backend.plan, machine_named("cpu")
-    there = replace(plan, buckets=tuple(replace(b, homes=Homes(optimizer="nvme")) for b in plan.buckets))
+    there = replace(plan, buckets=tuple(replace(b, placement=Placement(optimizer="nvme")) for b in plan.buckets))
     programs = [backend.program["forward"], backend.program["backward"]]
     kept = kept_states([p for bucket in plan.buckets for p in bucket.params], WORLD, 2)
     update = update_program(there, kept, Rates(machine, WORLD, "float32"))
@@ -209,9 +209,9 @@ def test_states_on_nvme_are_read_updated_and_written_bucket_by_bucket() -> None:
         "write": sum(kept.values()),
     }  # parameters stay: they are no masters of 16 bits
     assert len(update_program(there, kept).instructions) == 1
-    away = forecast_programs(programs, there, machine)
-    assert {"nvme_read", "cpu_update", "nvme_write"} <= {span.stream for span in away.forecast.spans}
-    assert away.forecast.peaks["nvme"].bytes == sum(kept.values())
+    offloaded = forecast_programs(programs, there, machine)
+    assert {"nvme_read", "cpu_update", "nvme_write"} <= {span.stream for span in offloaded.forecast.spans}
+    assert offloaded.forecast.peaks["nvme"].bytes == sum(kept.values())
     measured = Measured(moves={move_key("update", "states", bucket.index, ""): 1.0 for bucket in plan.buckets})
     slow = forecast_programs(programs, there, machine, measured=measured).forecast
     assert slow.seconds > sum(span.stream == "cpu_update" for span in slow.spans) >= LAYERS

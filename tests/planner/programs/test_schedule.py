@@ -26,7 +26,7 @@ from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.instructions import Move
 from zerograph.core.machine import TIERS, Machine, machine_named
 from zerograph.core.param_bytes import state_bytes
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 from zerograph.core.timeline import Forecast
 from zerograph.dryrun.compile_only import Compiled
 from zerograph.dryrun.forecast import forecast_file
@@ -178,14 +178,14 @@ DISK = machine_named("cpu")
 SPLIT = replace(DISK, name="split", split=True)
 
 
-def with_homes(path: Path, seed: int, found: Compiled, machine: Machine) -> Path:
+def with_placements(path: Path, seed: int, found: Compiled, machine: Machine) -> Path:
     """The plan of what was compiled, with buckets that live anywhere between memory and NVMe."""
     draw = Random(seed)
     file = forecast_file("tests", found, machine)
-    every = (Homes(*tiers) for tiers in product(TIERS if machine.split else ("device", "nvme"), repeat=3))
-    ways = [homes for homes in every if homes.in_order]
+    every = (Placement(*tiers) for tiers in product(TIERS if machine.split else ("device", "nvme"), repeat=3))
+    ways = [placement for placement in every if placement.in_order]
     buckets = tuple(
-        replace(bucket, homes=draw.choice(ways), ahead=draw.randint(0, file.plan.prefetch))
+        replace(bucket, placement=draw.choice(ways), ahead=draw.randint(0, file.plan.prefetch))
         for bucket in file.plan.buckets
     )
     path.write_text(replace(file, plan=replace(file.plan, buckets=buckets)).to_json())
@@ -211,7 +211,7 @@ def test_a_schedule_over_several_tiers_agrees_with_the_programs(
 ) -> None:
     whole = compiled(gpt, world_size, offload="parameters", tier="nvme", path="/", machine=machine, **options)
     for seed in range(2):
-        path = with_homes(tmp_path / f"{seed}.json", seed, whole, machine)
+        path = with_placements(tmp_path / f"{seed}.json", seed, whole, machine)
         more = {"dtype": options["dtype"]} if "dtype" in options else {}
         found = harness.dry_run(world_size, gpt, plan=path, path=str(tmp_path), **more)
         file, frame = forecast_file("tests", found, machine), found.frame
@@ -219,13 +219,13 @@ def test_a_schedule_over_several_tiers_agrees_with_the_programs(
         assert {violation.check for violation in check_file(file)} <= {"budget"}
         assert PlanFile.from_json(file.to_json()) == file
         early = any("what the write of its gradient" in v.message for v in check_file(without_reads(file)))
-        assert early == any(bucket.homes.spilled == "nvme" for bucket in plan.buckets)
+        assert early == any(bucket.placement.spilled == "nvme" for bucket in plan.buckets)
         rates = Rates(machine, world_size, plan.compute_dtype)
         scheduler = Scheduler(
             profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
         )
         ours, _ = forecast_plan(scheduler, plan)
-        assert len({bucket.homes for bucket in plan.buckets}) > 1
+        assert len({bucket.placement for bucket in plan.buckets}) > 1
         assert ours.seconds == pytest.approx(true.seconds, rel=0.05)
         assert ours.peaks["device"].bytes == pytest.approx(true.peaks["device"].bytes, rel=tolerance)
         if machine.split:

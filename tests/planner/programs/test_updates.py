@@ -15,7 +15,7 @@ from zerograph.core.instructions import BeginUpdate, HostUpdate, Move, Update, W
 from zerograph.core.machine import Tier, machine_named
 from zerograph.core.param_bytes import copy_bytes
 from zerograph.core.placement import updated_late
-from zerograph.core.plan import OVERLAPS, Bucket, Homes, Overlap, Param, Plan
+from zerograph.core.plan import OVERLAPS, Bucket, Overlap, Param, Placement, Plan
 from zerograph.core.program import Program, Register
 from zerograph.core.timeline import Forecast, Span
 from zerograph.planner.programs.coarse import coarse_programs, settled
@@ -27,28 +27,32 @@ from zerograph.sim.check import check_programs
 
 LAYERS, ROWS, LOSS = 6, 2**22, 4
 FIRST, LAST = attrgetter("first"), attrgetter("last")
-HOST, GRADIENTS, NVME = Homes("device", "device", "host"), Homes("host", "host", "host"), Homes("nvme", "nvme", "nvme")
+HOST, GRADIENTS, NVME = (
+    Placement("device", "device", "host"),
+    Placement("host", "host", "host"),
+    Placement("nvme", "nvme", "nvme"),
+)
 
 
-def plan_of(homes: Homes, overlap: Overlap, tiles: int = 1, *, training: bool = True) -> tuple[Scheduler, Plan]:
+def plan_of(placement: Placement, overlap: Overlap, tiles: int = 1, *, training: bool = True) -> tuple[Scheduler, Plan]:
     """A plan whose layers compute for longer than any of them is updated."""
     step = step_of([Layer(rows=ROWS, flops=2 * 10**10)] * LAYERS, training=training)
-    plan = replace(placed(ruled(step), homes, tiles), overlap=overlap)
+    plan = replace(placed(ruled(step), placement, tiles), overlap=overlap)
     return scheduler_of(step, plan, GPU), plan
 
 
-def forecast(homes: Homes, overlap: Overlap, tiles: int = 1) -> Forecast:
-    return forecast_plan(*plan_of(homes, overlap, tiles))[0]
+def forecast(placement: Placement, overlap: Overlap, tiles: int = 1) -> Forecast:
+    return forecast_plan(*plan_of(placement, overlap, tiles))[0]
 
 
 def updates(found: Forecast) -> list[Span]:
     return [span for span in found.spans if span.stream == "cpu_update"]
 
 
-@pytest.mark.parametrize("homes", [HOST, GRADIENTS, NVME], ids=str)
+@pytest.mark.parametrize("placement", [HOST, GRADIENTS, NVME], ids=str)
 @pytest.mark.parametrize("tiles", [1, 3])
-def test_each_gather_waits_for_the_update_of_its_bucket(homes: Homes, tiles: int) -> None:
-    found = forecast(homes, "forward", tiles)
+def test_each_gather_waits_for_the_update_of_its_bucket(placement: Placement, tiles: int) -> None:
+    found = forecast(placement, "forward", tiles)
     first = {(s.bucket, s.tile): s for s in reversed(found.spans) if s.operation == "gather" and s.phase == "forward"}
     assert len(updates(found)) == len(first) == LAYERS * tiles
     for update in updates(found):
@@ -57,25 +61,25 @@ def test_each_gather_waits_for_the_update_of_its_bucket(homes: Homes, tiles: int
         assert all(first[update.bucket, tile].start >= last >= update.end for tile in range(tiles))
 
 
-@pytest.mark.parametrize("homes", [HOST, GRADIENTS], ids=str)
-def test_only_what_nothing_computes_beside_takes_time(homes: Homes) -> None:
+@pytest.mark.parametrize("placement", [HOST, GRADIENTS], ids=str)
+def test_only_what_nothing_computes_beside_takes_time(placement: Placement) -> None:
     """The first layer waits for its update, and the others find theirs done: in the forward nothing else waits."""
-    after, beside = forecast(homes, "none"), forecast(homes, "forward")
+    after, beside = forecast(placement, "none"), forecast(placement, "forward")
     each = [s.end - s.start for s in updates(after)]
     assert [s.end - s.start for s in updates(beside)] == pytest.approx(each)
     assert beside.seconds == pytest.approx(after.seconds - sum(each) + each[0], rel=0.01)
     assert beside.seconds < 0.95 * after.seconds
 
 
-@pytest.mark.parametrize("homes", [HOST, GRADIENTS, NVME], ids=str)
-def test_gradients_of_the_step_before_are_held_until_they_are_used(homes: Homes) -> None:
-    scheduler, plan = plan_of(homes, "forward")
+@pytest.mark.parametrize("placement", [HOST, GRADIENTS, NVME], ids=str)
+def test_gradients_of_the_step_before_are_held_until_they_are_used(placement: Placement) -> None:
+    scheduler, plan = plan_of(placement, "forward")
     programs = settled(coarse_programs(scheduler, plan))
     assert check_programs(programs, plan) == []
     found, holdings = forecast_plan(scheduler, plan)
     gradients = [h for h in holdings if h.kind == "gradient" and h.name.startswith("gradient of") and h.first == -1]
     assert len(gradients) == LAYERS
-    assert {h.tier for h in gradients} == {homes.spilled}
+    assert {h.tier for h in gradients} == {placement.spilled}
     assert all(0 <= h.last < max(s.task for s in found.spans if s.phase == "forward") for h in gradients)
     # As much is there behind the step as before it, and the loss.
     for tier in found.memory:
@@ -83,11 +87,11 @@ def test_gradients_of_the_step_before_are_held_until_they_are_used(homes: Homes)
         assert behind - before == (LOSS if tier == "device" else 0)
 
 
-@pytest.mark.parametrize("homes", [HOST, GRADIENTS, NVME, Homes("device", "device", "nvme")], ids=str)
+@pytest.mark.parametrize("placement", [HOST, GRADIENTS, NVME, Placement("device", "device", "nvme")], ids=str)
 @pytest.mark.parametrize("tiles", [1, 3])
-def test_a_gather_that_waits_for_no_update_is_found(homes: Homes, tiles: int) -> None:
+def test_a_gather_that_waits_for_no_update_is_found(placement: Placement, tiles: int) -> None:
     """Each end of each update is taken from what reads it."""
-    scheduler, plan = plan_of(homes, "forward", tiles)
+    scheduler, plan = plan_of(placement, "forward", tiles)
     forward, *rest = settled(coarse_programs(scheduler, plan))
     ends = {r for each in forward.instructions for r in each.writes if forward.contents[r].name.startswith("end of ")}
     assert len(ends) >= LAYERS * tiles
@@ -111,19 +115,19 @@ def test_updates_stand_where_the_plan_has_them() -> None:
         assert any(texts[0] in each.message for each in found)
 
 
-@pytest.mark.parametrize("homes", [Homes(), HOST, GRADIENTS, NVME], ids=str)
-def test_a_backward_updates_each_bucket_when_it_has_done_with_it(homes: Homes) -> None:
+@pytest.mark.parametrize("placement", [Placement(), HOST, GRADIENTS, NVME], ids=str)
+def test_a_backward_updates_each_bucket_when_it_has_done_with_it(placement: Placement) -> None:
     """Gradients are then used up bucket by bucket, and none is written to NVMe."""
-    behind, inside = forecast(homes, "none"), forecast(homes, "backward")
+    behind, inside = forecast(placement, "none"), forecast(placement, "backward")
     own = [span for span in inside.spans if span.phase == "backward" and span.operation == "update"]
     assert len(own) == LAYERS and not any(s.what == "gradient" and s.operation == "write" for s in inside.spans)
     for update in own:
         works = [s for s in inside.spans if s.bucket == update.bucket and s.operation in ("gather", "reduce")]
-        assert update.bucket >= 0 or homes == Homes()  # one instruction of the device may be of several
+        assert update.bucket >= 0 or placement == Placement()  # one instruction of the device may be of several
         assert all(update.start >= span.end for span in works if span.phase == "backward")
-    assert inside.seconds <= behind.seconds * (0.95 if homes != Homes() else 1.000001)
+    assert inside.seconds <= behind.seconds * (0.95 if placement != Placement() else 1.000001)
     assert all(inside.peaks[tier].bytes <= behind.peaks[tier].bytes for tier in inside.peaks)
-    scheduler, plan = plan_of(homes, "backward")
+    scheduler, plan = plan_of(placement, "backward")
     left = [h for h in forecast_plan(scheduler, plan)[1] if h.kind == "gradient" and h.last == -1]
     assert not left  # but what every rank holds whole, of which these layers have nothing
     assert check_programs(settled(coarse_programs(scheduler, plan)), plan) == []
@@ -141,7 +145,7 @@ def test_few_gradients_wait_for_updates_on_nvme() -> None:
 def test_a_delayed_step_holds_two_sets_of_gradients_of_all_buckets() -> None:
     """Of those whose states are on the device, too: the optimizer has them until its next step has them applied."""
     scheduler, plan = plan_of(HOST, "delayed")
-    buckets = [replace(b, homes=HOST if b.index % 2 else Homes()) for b in plan.buckets]
+    buckets = [replace(b, placement=HOST if b.index % 2 else Placement()) for b in plan.buckets]
     found: dict[Overlap, Forecast] = {}
     for overlap in ("none", "delayed"):
         mixed = replace(plan, buckets=tuple(buckets), overlap=overlap)
@@ -157,11 +161,11 @@ def test_a_delayed_step_holds_two_sets_of_gradients_of_all_buckets() -> None:
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("homes", [HOST, GRADIENTS], ids=str)
-def test_updates_that_are_lost_or_elsewhere_are_found(homes: Homes, overlap: Overlap) -> None:
+@pytest.mark.parametrize("placement", [HOST, GRADIENTS], ids=str)
+def test_updates_that_are_lost_or_elsewhere_are_found(placement: Placement, overlap: Overlap) -> None:
     """Buckets of both kinds: an update that stands in another program, and new parameters that go nowhere."""
-    scheduler, plan = plan_of(homes, overlap)
-    buckets = tuple(replace(b, homes=homes if b.index % 2 else Homes()) for b in plan.buckets)
+    scheduler, plan = plan_of(placement, overlap)
+    buckets = tuple(replace(b, placement=placement if b.index % 2 else Placement()) for b in plan.buckets)
     plan = replace(plan, buckets=buckets)
     programs = settled(coarse_programs(scheduler, plan))
     assert check_programs(programs, plan) == []
@@ -178,21 +182,21 @@ def test_updates_that_are_lost_or_elsewhere_are_found(homes: Homes, overlap: Ove
                     assert "overlap" in {wrong.check for wrong in check_programs(moved, plan)}, (each, other)
 
 
-@pytest.mark.parametrize("homes", [HOST, NVME, GRADIENTS], ids=str)
-def test_what_an_update_wrote_goes_home(homes: Homes) -> None:
-    scheduler, plan = plan_of(homes, "none")
+@pytest.mark.parametrize("placement", [HOST, NVME, GRADIENTS], ids=str)
+def test_what_an_update_wrote_is_offloaded(placement: Placement) -> None:
+    scheduler, plan = plan_of(placement, "none")
     *before, update = settled(coarse_programs(scheduler, plan))
     kept = [
         each for each in update.instructions if not isinstance(each, Move) or (each.rises and each.what == "states")
     ]
     found = check_programs([*before, replace(update, instructions=kept)], plan)
     nowhere = any("which goes nowhere" in wrong.message for wrong in found if wrong.check == "updates")
-    assert nowhere == (homes != GRADIENTS)  # there it is written in place
+    assert nowhere == (placement != GRADIENTS)  # there it is written in place
 
 
-@pytest.mark.parametrize("homes", [Homes(), GRADIENTS], ids=str)
-def test_work_for_what_is_updated_already_is_found(homes: Homes) -> None:
-    scheduler, plan = plan_of(homes, "backward")
+@pytest.mark.parametrize("placement", [Placement(), GRADIENTS], ids=str)
+def test_work_for_what_is_updated_already_is_found(placement: Placement) -> None:
+    scheduler, plan = plan_of(placement, "backward")
     forward, backward, update = settled(coarse_programs(scheduler, plan))
     first = next(at for at, each in enumerate(backward.instructions) if each.operation == "update")
     moved = [*backward.instructions, *backward.instructions[:first]]
@@ -239,7 +243,7 @@ def test_an_inference_updates_nothing() -> None:
 
 
 def test_states_on_the_device_hide_behind_nothing() -> None:
-    assert forecast(Homes(), "forward").seconds == forecast(Homes(), "none").seconds
+    assert forecast(Placement(), "forward").seconds == forecast(Placement(), "none").seconds
 
 
 def test_an_update_on_the_device_beside_a_forward_is_no_plan() -> None:
@@ -252,8 +256,8 @@ def test_an_update_on_the_device_beside_a_forward_is_no_plan() -> None:
 @pytest.mark.parametrize("gradients", ["device", "host"])
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_a_delayed_update_of_states_on_nvme_writes_a_second_copy(gradients: Tier, tiles: int) -> None:
-    homes = Homes("device", gradients, "nvme")
-    scheduler, plan = plan_of(homes, "delayed", tiles)
+    placement = Placement("device", gradients, "nvme")
+    scheduler, plan = plan_of(placement, "delayed", tiles)
     found, holdings = forecast_plan(scheduler, plan)
     assert check_programs(settled(coarse_programs(scheduler, plan)), plan) == []
     # States are read at once, and copies change behind the backward.
@@ -266,14 +270,14 @@ def test_a_delayed_update_of_states_on_nvme_writes_a_second_copy(gradients: Tier
     copies = sum(h.bytes for h in holdings if h.name.startswith("second copy") and h.tier == "host")
     params = [p for bucket in plan.buckets for p in bucket.params]
     assert copies == sum(copy_bytes(p, plan.world_size) for p in params)
-    assert found.seconds < forecast(homes, "forward", tiles).seconds
+    assert found.seconds < forecast(placement, "forward", tiles).seconds
 
 
-@pytest.mark.parametrize("homes", [HOST, Homes("device", "host", "host")], ids=str)
+@pytest.mark.parametrize("placement", [HOST, Placement("device", "host", "host")], ids=str)
 @pytest.mark.parametrize("tiles", [1, 3])
-def test_a_delayed_update_runs_beside_the_whole_next_step(homes: Homes, tiles: int) -> None:
+def test_a_delayed_update_runs_beside_the_whole_next_step(placement: Placement, tiles: int) -> None:
     """No gather waits for it, copies change behind the backward, and two sets of gradients are held."""
-    scheduler, plan = plan_of(homes, "delayed", tiles)
+    scheduler, plan = plan_of(placement, "delayed", tiles)
     found, holdings = forecast_plan(scheduler, plan)
     assert check_programs(settled(coarse_programs(scheduler, plan)), plan) == []
     computes = [span for span in found.spans if span.stream == "compute" and span.phase != "update"]
@@ -281,7 +285,7 @@ def test_a_delayed_update_runs_beside_the_whole_next_step(homes: Homes, tiles: i
     follows = [span for span in found.spans if span.what == "parameters"]
     assert len(follows) == LAYERS * tiles
     assert min(span.start for span in follows) >= max(span.end for span in computes)
-    assert found.seconds < forecast(homes, "forward", tiles).seconds
+    assert found.seconds < forecast(placement, "forward", tiles).seconds
     gradients = [h for h in holdings if h.kind == "gradient" and h.tier == "host"]
     old, new = (sum(h.bytes for h in gradients if at(h) == -1) for at in (FIRST, LAST))
     assert old == new
@@ -312,19 +316,20 @@ def test_parameters_without_a_copy_are_updated_behind_the_backward() -> None:
     assert list(plan.mistakes()) == ["delayed updates by gradients on a disk"]
 
 
-@pytest.mark.parametrize("home", ["device", "nvme"])
-def test_a_program_gets_the_updates_that_its_backward_begins(home: Tier) -> None:
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_program_gets_the_updates_that_its_backward_begins(tier: Tier) -> None:
     """Gradients that would leave for NVMe are taken before, so that nothing moves them."""
     params = (Param("a.weight", (64, 64), "float32", "float32", "float32", True, True),)
     buckets = tuple(
-        Bucket(i, f"layers.{i}", params, "use", homes=Homes("device", home, "nvme" if i else "device")) for i in (0, 1)
+        Bucket(i, f"layers.{i}", params, "use", placement=Placement("device", tier, "nvme" if i else "device"))
+        for i in (0, 1)
     )
     plan = replace(Plan(3, 2, buckets, 1), overlap="backward")
     contents = tuple(Register(f"r{i}", 64, "gradient", "device", i) for i in range(4))
     reduces = [WaitReduce(i, (i + 2,), bucket=i, updatable=(0,)) for i in (0, 1)]
-    leaves = Move("device", "nvme", "gradient", "layers.1", "layers.1", 64, (3,), (3,), (3,), 1, home="nvme")
+    leaves = Move("device", "nvme", "gradient", "layers.1", "layers.1", 64, (3,), (3,), (3,), 1, offload_tier="nvme")
     begins = [BeginUpdate(i) for i in (0, 1)]
-    instructions = (*reduces, *([leaves] if home == "nvme" else ()), *begins)
+    instructions = (*reduces, *([leaves] if tier == "nvme" else ()), *begins)
     backward = Program("backward", 2, 4, instructions, (2, 3), (), contents, ("layers.0", "layers.1"))
     kept, rates = {"a.weight": 2 * 64 * 32 * 4}, Rates(machine_named("cpu"), 2, "float32")
 

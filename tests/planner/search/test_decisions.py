@@ -37,9 +37,9 @@ def every_decision(space: SearchSpace) -> dict[str, Decision]:
         "prefetch": decisions.prefetch((0, 1, 2, 4)),
         "starts": decisions.starts(space, 4),
         "tiles": decisions.tiles(space),
-        "homes": decisions.homes(space, SEARCH.homes),
-        "layers_away": decisions.layers_away(space, SEARCH.tiers),
-        "activations_away": decisions.activations_away(space, SEARCH.tiers),
+        "placement": decisions.placements(space, SEARCH.placements),
+        "offloaded_layers": decisions.offloaded_layers(space, SEARCH.tiers),
+        "offloaded_activations": decisions.offloaded_activations(space, SEARCH.tiers),
         "reductions": decisions.of_step("reductions", (1, 2)),
         "fetch_ahead": decisions.of_step("fetch_ahead", (1, 2)),
     }
@@ -82,8 +82,8 @@ def test_changes_are_of_one_decision(plan: Plan, groups: int) -> None:
             ]
             # Prefetch bounds starts, tiles are not kept, and both decisions of activations change one field.
             allowed = {
-                "prefetch": {"starts"}, "tiles": {"residency"}, "layers_away": {"activations_away"},
-                "activations_away": {"layers_away"},
+                "prefetch": {"starts"}, "tiles": {"residency"}, "offloaded_layers": {"offloaded_activations"},
+                "offloaded_activations": {"offloaded_layers"},
             }  # fmt: skip
             assert set(others) <= allowed.get(name, set()), name
 
@@ -91,10 +91,10 @@ def test_changes_are_of_one_decision(plan: Plan, groups: int) -> None:
 @settings(max_examples=examples(30), deadline=None)
 @given(a=changed_plans(), b=changed_plans())
 def test_half_the_way_has_the_values_of_either(a: Plan, b: Plan) -> None:
-    own = [DECISIONS[name] for name in ("residency", "homes", "reductions", "tiles")]
+    own = [DECISIONS[name] for name in ("residency", "placement", "reductions", "tiles")]
     middle = halfway(own, a, b)
     assert list(middle.mistakes()) == []
-    for decision in (DECISIONS["homes"], DECISIONS["reductions"]):
+    for decision in (DECISIONS["placement"], DECISIONS["reductions"]):
         before, after, now = decision.read(a), decision.read(b), decision.read(middle)
         assert all(now[item] in (before[item], after[item]) for item in now)
         differ = sum(before[item] != after[item] for item in now)
@@ -104,16 +104,16 @@ def test_half_the_way_has_the_values_of_either(a: Plan, b: Plan) -> None:
 def test_one_group_of_those_that_are_alike_is_turned() -> None:
     step = step_of([Layer(rows=2**20, stream=1024, inside=10**6, flops=10**12)] * 16)
     search = Search(step, Constraints("auto", 8, bucket_size=2**20, offload="auto"), GPU, work=300)
-    decision, plan = decisions.homes(search.spaces[0], search.homes), search.spaces[0].plan
-    assert len(list(decision.changes(plan, 4))) == len(search.homes) - 1
-    assert len(list(decision.changes(plan, 100))) == 16 * (len(search.homes) - 1)
+    decision, plan = decisions.placements(search.spaces[0], search.placements), search.spaces[0].plan
+    assert len(list(decision.changes(plan, 4))) == len(search.placements) - 1
+    assert len(list(decision.changes(plan, 100))) == 16 * (len(search.placements) - 1)
 
 
 def test_every_decision_is_turned_by_the_search() -> None:
     """But for those that the constraints, the buckets, or the tiles of the profile fix; loops follow from tiles."""
     plan = replace(SPACE.plan, offload=((STEP_LAYER, "host"),), prefetch=2)
     moved: set[str] = set()
-    for decision in all_decisions(SPACE, SEARCH.constraints, SEARCH.homes, SEARCH.tiers):
+    for decision in all_decisions(SPACE, SEARCH.constraints, SEARCH.placements, SEARCH.tiers):
         for changed in decision.changes(plan, 1):
             moved |= {name for name in decided(Plan) if getattr(plan, name) != getattr(changed, name)}
             for old, new in zip(plan.buckets, changed.buckets, strict=True):

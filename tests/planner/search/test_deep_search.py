@@ -14,7 +14,7 @@ from planner.steps import transformer
 from zerograph.core.config import Recompute
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.param_bytes import state_bytes
-from zerograph.core.plan import Homes, Offload
+from zerograph.core.plan import Offload, Placement
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.search.constraints import Constraints
@@ -97,10 +97,10 @@ def test_layers_that_share_buckets_with_their_neighbours_tell_it_too(
     assert len(space.plan.buckets) > 4 * LAYERS
     few = by_few_layers(space)
     assert few is not None and len(few.plan.buckets) < 40
-    homes = Homes(tier, tier, tier) if offload == "parameters" else Homes()
-    rough = few.of(replace(few.plan, buckets=tuple(replace(b, homes=homes) for b in few.plan.buckets)))
+    placement = Placement(tier, tier, tier) if offload == "parameters" else Placement()
+    rough = few.of(replace(few.plan, buckets=tuple(replace(b, placement=placement) for b in few.plan.buckets)))
     whole = few.whole_of(rough)
-    assert {b.homes for b in whole.plan.buckets} == {homes}
+    assert {b.placement for b in whole.plan.buckets} == {placement}
     assert rough.seconds == pytest.approx(whole.seconds, rel=1e-6)
     assert rough.peaks == pytest.approx(whole.peaks, rel=1e-9)
 

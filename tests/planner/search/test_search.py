@@ -19,7 +19,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
 from zerograph.core.files.planfile import Holding
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
-from zerograph.core.plan import Homes, Plan
+from zerograph.core.plan import Placement, Plan
 from zerograph.core.slots import SLOT, SLOTS
 from zerograph.core.step import Step
 from zerograph.planner.programs.coarse import coarse_programs
@@ -201,13 +201,14 @@ def budgets(found: list[Candidate], shares: list[tuple[float, float, float]]) ->
 _SHARES = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 
 
-@pytest.mark.slow  # test_brute_force.py has fewer plans with homes on two tiers
+@pytest.mark.slow  # test_brute_force.py has fewer plans with placements on two tiers
 @settings(max_examples=8, deadline=None, derandomize=True)  # a local search proves nothing: these are its cases
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=st.lists(_SHARES, min_size=20, max_size=20))
 def test_offload_to_two_tiers_is_within_5_percent_of_brute_force(
     layers: list[Layer], shares: list[tuple[float, float, float]]
 ) -> None:
-    """All homes, residencies, recomputations and offloads of two layers, up to 9216 plans, against the local search."""
+    """All placements, residencies, recomputations and offloads of two layers, up to 9216 plans, against the local
+    search."""
     compare(step_of(layers), OFFLOAD, MACHINE, shares)
 
 
@@ -225,8 +226,8 @@ def compare(step: Step, constraints: Constraints, machine: Machine, shares: list
     (space,) = search.spaces
     several = [
         decisions.residency(space),
-        decisions.homes(space, search.homes),
-        decisions.layers_away(space, search.tiers),
+        decisions.placements(space, search.placements),
+        decisions.offloaded_layers(space, search.tiers),
     ]
     if constraints.recompute == "auto":
         several.append(decisions.recompute_options(space))
@@ -306,11 +307,11 @@ def test_a_backend_is_given_what_it_can_execute(layers: list[Layer], offload: An
     constraints = replace(WISH, offload=offload, executable=runs)
     search = Search(step_of(layers), constraints, cpu)
     assert not any(runs.missing(candidate.plan) for candidate in search.best)
-    away = {tier for c in search.best for b in c.plan.buckets for tier in b.homes.away}
-    assert away == {"nvme"} or offload == "auto"
+    offloaded = {tier for c in search.best for b in c.plan.buckets for tier in b.placement.offload_tiers}
+    assert offloaded == {"nvme"} or offload == "auto"
     if offload == "auto":  # what stays in memory is updated faster
         found = search.within({"device": 2**60, "nvme": 2**60})
-        assert found is not None and {b.homes for b in found.plan.buckets} == {Homes()}
+        assert found is not None and {b.placement for b in found.plan.buckets} == {Placement()}
     with pytest.raises(ConfigError, match=f"on {MACHINE.name} nothing can leave the device yet"):
         Search(step_of(layers), replace(constraints, executable=Executable(())), MACHINE)
 
@@ -329,7 +330,7 @@ def test_nothing_is_offloaded_to_a_tier_that_is_not_there() -> None:
     step, cpu = step_of([Layer(rows=2**26)] * 8), machine_named("cpu")
     for machine, tiers in ((cpu, {"nvme"}), (replace(cpu, nvme_capacity=0), set()), (NO_NVME, {"host"})):
         search = Search(step, OFFLOAD, machine)
-        used = {t for c in search.best for b in c.plan.buckets for t in (b.homes.optimizer, b.homes.parameters)}
+        used = {t for c in search.best for b in c.plan.buckets for t in (b.placement.optimizer, b.placement.parameters)}
         used |= {tier for c in search.best for _, tier in c.plan.offload}
         assert used - {"device"} == tiers
 
@@ -338,10 +339,10 @@ def test_offload_that_was_asked_for_is_what_is_planned() -> None:
     step = step_of([Layer(rows=2**20)] * 6)
     for stage, kind, tier in ((1, "optimizer", "host"), (2, "gradients", "nvme"), ("auto", "parameters", "nvme")):
         search = Search(step, replace(OFFLOAD, stage=stage, offload=kind, tier=tier), MACHINE)  # type: ignore[arg-type]
-        homes = {b.homes for c in search.best for b in c.plan.buckets}
+        placements = {b.placement for c in search.best for b in c.plan.buckets}
         level = ("optimizer", "gradients", "parameters").index(kind)
-        assert {h.least_stage for h in homes} == {level + 1}
-        assert {h.optimizer for h in homes} == {tier}
+        assert {h.least_stage for h in placements} == {level + 1}
+        assert {h.optimizer for h in placements} == {tier}
     with pytest.raises(ConfigError, match="stage 1 cannot offload parameters"):
         Search(step, Constraints(1, 8, offload="parameters"), MACHINE)
     with pytest.raises(ConfigError, match="cpu has no host memory to offload to"):
@@ -381,6 +382,6 @@ def test_a_trillion_parameters_fit_one_dgx2() -> None:
     assert sum(p.elements for p in step.params) > 10**12
     search = Search(step, Constraints("auto", 16, offload="auto"), DGX2)
     found = search.within(DGX2.budget(16, 0.06))
-    assert found is not None and {b.homes.optimizer for b in found.plan.buckets} == {"nvme"}
+    assert found is not None and {b.placement.optimizer for b in found.plan.buckets} == {"nvme"}
     assert len(found.plan.buckets) == 512
     assert sum(space.work for space in search.spaces) < 800_000  # tasks, of 5 us or so

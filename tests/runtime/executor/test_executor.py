@@ -31,8 +31,8 @@ from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.executor import Executor, Runtime
 from zerograph.runtime.executor.residency import GatheredCache, StepCount
 from zerograph.runtime.executor.telemetry import Telemetry
-from zerograph.runtime.homes.nvme import Arena
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.nvme import Arena
+from zerograph.runtime.offload.shards import ShardStore
 
 W = Param("w", (4,), "float32", "float32", "float32", True, True)
 

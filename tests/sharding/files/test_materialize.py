@@ -75,10 +75,10 @@ def _attention(folder: str | None = None) -> dict[str, torch.Tensor]:
             module.position.data.normal_(std=0.5)
 
     room._LARGE = 0  # also of small tensors on NVMe what was written is let go of meanwhile
-    away = {"offload": "parameters", "tier": "nvme", "path": folder} if folder else {}
+    offloaded = {"offload": "parameters", "tier": "nvme", "path": folder} if folder else {}
     with torch.device("meta"):
         model = Attention()
-    zerograph.shard(model, zerograph.backend(stage=3, compute="eager", **away), device="cpu")
+    zerograph.shard(model, zerograph.backend(stage=3, compute="eager", **offloaded), device="cpu")
     torch.manual_seed(3)
     return full(zerograph.materialize(model, init=normal))
 
@@ -120,10 +120,10 @@ def _swapped(module: nn.Module) -> None:
 def _put_elsewhere(folder: str) -> None:
     for init in (_transposed, _expanded, _swapped):
         found = []
-        for away in ({}, {"offload": "parameters", "tier": "nvme", "path": folder}):
+        for offloaded in ({}, {"offload": "parameters", "tier": "nvme", "path": folder}):
             with torch.device("meta"):
                 model = Square()
-            zerograph.shard(model, zerograph.backend(stage=3, compute="eager", **away), device="cpu")
+            zerograph.shard(model, zerograph.backend(stage=3, compute="eager", **offloaded), device="cpu")
             torch.manual_seed(3)
             found.append(full(zerograph.materialize(model, init=init)))
         assert differing(*found) == [], init.__name__
@@ -137,8 +137,8 @@ def _tried_again(folder: str) -> None:
     def fails(module: nn.Module) -> None:
         raise RuntimeError("no values")
 
-    away = {"offload": "parameters", "tier": "nvme", "path": folder}
-    backend = zerograph.backend(stage=3, compute="eager", **away)
+    offloaded = {"offload": "parameters", "tier": "nvme", "path": folder}
+    backend = zerograph.backend(stage=3, compute="eager", **offloaded)
     with torch.device("meta"):
         model = Square()
     zerograph.shard(model, backend, device="cpu")

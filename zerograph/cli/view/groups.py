@@ -84,7 +84,7 @@ def _by_layer(file: PlanFile, measured: Forecast | None) -> list[Group]:
         name = _layer(span)
         groups.setdefault(name, Group(name)).run(span)
     for holding in _held_at_peaks(file):
-        name = _home(file, holding)
+        name = _owner(file, holding)
         groups.setdefault(name, Group(name)).hold(holding)
     _lay_over(groups.values(), measured, _layer)
     reasons = _reasons(file)
@@ -98,7 +98,7 @@ def _layer(span: Span) -> str:
     return layer_or_name(span.module) if span.module else span.name
 
 
-def _home(file: PlanFile, holding: Holding) -> str:
+def _owner(file: PlanFile, holding: Holding) -> str:
     """The layer of a holding; of one outside of layers the row of the task that made it, since its name is a node's."""
     if not holding.module and holding.first != START:
         made = file.forecast.spans[holding.first]

@@ -36,7 +36,7 @@ from zerograph.core.instructions import (
 )
 from zerograph.core.machine import Tier, hops
 from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, sent_bytes, shard_bytes
-from zerograph.core.plan import Homes, ParamTile, Plan, Residency
+from zerograph.core.plan import ParamTile, Placement, Plan, Residency
 from zerograph.core.program import Program, Register, Segment, ends_whole, stays_whole
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.graph import ops
@@ -192,9 +192,9 @@ class _Lowering:
                 instruction: Instruction = Gather(
                     info.bucket, info.params, shards, out, bytes=size, **_tile(info), resident=resident
                 )
-                homes = self._homes(info)
+                placement = self._placement(info)
                 # Others are where they were, or where they were fetched to.
-                filled = [p for p in info.params if not is_whole(p, self.plan.world_size, homes, self.split)]
+                filled = [p for p in info.params if not is_whole(p, self.plan.world_size, placement, self.split)]
                 if not filled:
                     self.shared[out] = self.shared.get(shards[0], out)
                 self.bytes[out] = gathered_bytes(filled, self.plan.world_size)
@@ -212,13 +212,13 @@ class _Lowering:
             case ops.WAIT_REDUCE:
                 instruction = WaitReduce(self.registers[node.args[0]], outs, bucket=info.bucket, **_tile(info))  # type: ignore[index]
             case ops.FETCH:
-                homes = self._homes(info)
-                home, reads, out = homes.parameters, self._regs(node.args[0]), self._register(node)
-                size = sum(fetched_bytes(p, self.plan.world_size, homes, self.split) for p in info.params)
-                if home == "host":
-                    self.tiers |= dict.fromkeys(reads, home)
-                move, self.bytes[out] = self._move("shard", node, size, home), size
-                instruction = self._carry(move, home, "device", reads, (out,), self._staged(node, home, [size]))
+                placement = self._placement(info)
+                tier, reads, out = placement.parameters, self._regs(node.args[0]), self._register(node)
+                size = sum(fetched_bytes(p, self.plan.world_size, placement, self.split) for p in info.params)
+                if tier == "host":
+                    self.tiers |= dict.fromkeys(reads, tier)
+                move, self.bytes[out] = self._move("shard", node, size, tier), size
+                instruction = self._carry(move, tier, "device", reads, (out,), self._staged(node, tier, [size]))
             case ops.WAIT_FETCH:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
@@ -253,17 +253,17 @@ class _Lowering:
                 self._describe_saved(info, node.args[1], outs)
             case _:
                 sizes = [shard_bytes(p, self.plan.world_size) for p in info.params]
-                home, reads = self._homes(info).spilled, self._regs(node.args[0])
+                tier, reads = self._placement(info).spilled, self._regs(node.args[0])
                 into = self._regs([into for into in node.args[2:] if into is not None])
-                move = self._move("gradient", node, sum(sizes), home)
-                instruction = self._carry(move, "device", home, reads, outs, self._staged(node, home, sizes), into)
+                move = self._move("gradient", node, sum(sizes), tier)
+                instruction = self._carry(move, "device", tier, reads, outs, self._staged(node, tier, sizes), into)
         self.instructions.append(instruction)
 
     def _residency(self, info: BucketFact) -> Residency:
         return self.plan.buckets[info.bucket].residency
 
-    def _homes(self, info: BucketFact) -> Homes:
-        return self.plan.buckets[info.bucket].homes
+    def _placement(self, info: BucketFact) -> Placement:
+        return self.plan.buckets[info.bucket].placement
 
     def _end_of_tile(self, node: fx.Node) -> dict[str, Any]:
         """The fields that ends of tiles have in common; all that make one tensor write to one register."""
@@ -280,9 +280,9 @@ class _Lowering:
             "moved": moved, "packed": bytes_of(vals) if product else 0, "module": module, "source": source,
         }  # fmt: skip
 
-    def _staged(self, node: fx.Node, home: Tier, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Registers on the host for what moves between the device and ``home``; none where these are neighbours."""
-        if len(hops(home, "device", self.staging)) == 1:
+    def _staged(self, node: fx.Node, tier: Tier, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Registers on the host for what moves between the device and ``tier``; none where these are neighbours."""
+        if len(hops(tier, "device", self.staging)) == 1:
             return ()
         found = tuple(self._register(f"staged_{node.name}_{k}") for k in range(len(sizes)))
         self.tiers |= dict.fromkeys(found, "host")
@@ -300,17 +300,17 @@ class _Lowering:
         self.instructions += (move(*hop, reads, staged) for hop in first)
         return move(*last, (staged or reads) + into, outs)
 
-    def _move(self, what: str, node: fx.Node, size: int, home: Tier) -> _Moving:
+    def _move(self, what: str, node: fx.Node, size: int, tier: Tier) -> _Moving:
         info = node.meta["zg"]
         name = self.plan.buckets[info.bucket].name
         label = name if info.tiles == 1 else f"{name} tile {info.tile + 1}/{info.tiles}"
-        facts = {"bucket": info.bucket, "tile": info.tile, "params": info.params, "home": home}
+        facts = {"bucket": info.bucket, "tile": info.tile, "params": info.params, "offload_tier": tier}
         return lambda a, b, reads, outs: Move(a, b, what, label, name, size, reads, outs, **facts)
 
     def _move_saved(self, info: SavedFact) -> _Moving:
         module, size = layer_of_activation(info.label) or info.label, sum(info.bytes)
-        what, home = "activations", info.tier
-        return lambda a, b, reads, outs: Move(a, b, what, info.label, module, size, reads, outs, home=home)
+        what, tier = "activations", info.tier
+        return lambda a, b, reads, outs: Move(a, b, what, info.label, module, size, reads, outs, offload_tier=tier)
 
     def _describe_saved(self, info: SavedFact, tensors: Any, outs: tuple[int, ...]) -> None:
         """Registers ``outs`` hold what ``tensors`` do, on another tier."""

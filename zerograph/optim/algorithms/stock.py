@@ -14,8 +14,8 @@ from zerograph.optim.algorithm import Algorithm
 from zerograph.optim.algorithms.adagrad import ADAGRAD
 from zerograph.optim.algorithms.adam import ADAM
 from zerograph.optim.algorithms.sgd import MOMENTUM
-from zerograph.runtime.homes.blocks import StatePlace
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.blocks import StatePlace
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor, placed_as
 
 _KNOWN: dict[type[Optimizer], Algorithm] = {Adam: ADAM, AdamW: ADAM, Adagrad: ADAGRAD, SGD: MOMENTUM}
@@ -31,7 +31,7 @@ def make_states(optimizer: Optimizer, store: ShardStore) -> None:
     places = store.locations.places()
     for group in optimizer.param_groups:
         for param in group["params"]:
-            # A closure brings gradients only later: what it has then made comes home before the next step.
+            # A closure brings gradients only later: what it has then made is offloaded before the next step.
             if id(param) in places and (param.grad is not None or param in optimizer.state):
                 _make(optimizer, group, param, store, places[id(param)])
 
@@ -45,10 +45,10 @@ def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: 
         value = state.get(name)
         if value is None:
             state[name] = placed_as(store.states.of(optimizer, place, name, param.dtype, like, 0.0), param)
-        elif not store.states.is_home(optimizer, place, name, local_tensor(value)):
-            home = store.states.of(optimizer, place, name, value.dtype, like, 0.0)
-            home.copy_(local_tensor(value))
-            state[name] = placed_as(home, param)
+        elif not store.states.holds(optimizer, place, name, local_tensor(value)):
+            stored = store.states.of(optimizer, place, name, value.dtype, like, 0.0)
+            stored.copy_(local_tensor(value))
+            state[name] = placed_as(stored, param)
     if "step" not in state and not isinstance(optimizer, Adagrad):
         double = torch.get_default_dtype() == torch.float64 and not group["fused"]
         state["step"] = torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)  # as torch has it

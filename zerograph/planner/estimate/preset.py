@@ -165,18 +165,18 @@ def _scheduler(preset: Preset, layers: int, sharded: bool, moments: int) -> Sche
 def _planned(preset: Preset, layers: int) -> tuple[Scheduler, Plan, tuple[Holding, ...]]:
     """The plan of the first ``layers``, and what lies on each tier between steps, or micro-batches."""
     training, world, strategy = preset.training, preset.world_size, preset.strategy
-    stage, homes, activations = strategy.stage, strategy.homes, strategy.activations
+    stage, placement, activations = strategy.stage, strategy.placement, strategy.activations
     sharded = stage > 0 and (world > 1 or strategy.tier != "device")
     step, _, head = _profile(preset.size, training, world, layers, sharded, strategy.tiles)
     plan = plan_step(
         step, stage=stage, world_size=world, bucket_size=training.bucket_size, prefetch=training.prefetch,
-        recompute="full" if strategy.recomputes else "none", homes=homes,
+        recompute="full" if strategy.recomputes else "none", placement=placement,
         saved=offload_tier(activations),
     )  # fmt: skip
     plan = with_tiles(plan, {bucket.index: _tiles(bucket, preset) for bucket in plan.buckets if stage == 3})
     if head is not None:
         plan = with_loss_tiles(plan, head, strategy.tiles)
-    moments = training.moments(sharded and (stage < 3 or homes.parameters != homes.optimizer))
+    moments = training.moments(sharded and (stage < 3 or placement.parameters != placement.optimizer))
     scheduler = _scheduler(replace(preset, strategy=Strategy(0, tiles=strategy.tiles)), layers, sharded, moments)
     held = (
         *between_steps(plan, kept_states(step.params, world, moments), scheduler.rates.staging),
@@ -197,7 +197,7 @@ def _added(preset: Preset, plan: Plan) -> Iterator[Holding]:
     """The gradients of earlier micro-batches, to which those of the next are added: whole ones below stage 2."""
     for bucket in plan.buckets if preset.training.accumulate > 1 else ():
         for param in bucket.params:
-            tier: Tier = bucket.homes.spilled if param.sharded and plan.stage > 1 else "device"
+            tier: Tier = bucket.placement.spilled if param.sharded and plan.stage > 1 else "device"
             whole = param.elements * ITEM_SIZE[param.reduce_dtype]
             size = shard_bytes(param, plan.world_size) if plan.stage > 1 else whole
             yield Holding(f"gradient of {param.name}", "gradient", tier, size, -1, -1)

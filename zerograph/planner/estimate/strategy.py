@@ -7,8 +7,8 @@ from typing import Literal
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import OFFLOAD_TIERS, OffloadTier, Tier
-from zerograph.core.plan import OFFLOADS, Homes, Offload, level_at
-from zerograph.planner.programs.homes import HOMES, open_homes
+from zerograph.core.plan import OFFLOADS, Offload, Placement, level_at
+from zerograph.planner.programs.open_placements import PLACEMENTS, open_placements
 
 Stage = Literal[0, 1, 2, 3]
 Activations = Literal["keep", "recompute", OffloadTier]
@@ -45,9 +45,9 @@ class Strategy:
             raise ConfigError(f"tiles must be at least 1, got {self.tiles}")
 
     @property
-    def homes(self) -> Homes:
+    def placement(self) -> Placement:
         """Where parameters, gradients and optimizer states live between steps."""
-        (found,) = open_homes(self.offload, (self.tier,), self.stage)
+        (found,) = open_placements(self.offload, (self.tier,), self.stage)
         return found
 
     @property
@@ -65,6 +65,6 @@ def placements(tiers: tuple[Tier, ...]) -> tuple[tuple[Stage, Offload, Tier], ..
     """Every stage with every offload it allows to every tier of ``tiers``; the first ones offload nothing."""
     found: list[tuple[Stage, Offload, Tier]] = [(stage, "none", "device") for stage in STAGES]
     for tier in tiers:
-        for level in (homes.least_stage for homes in HOMES if homes.away == {tier}):
+        for level in (placement.least_stage for placement in PLACEMENTS if placement.offload_tiers == {tier}):
             found += [(stage, OFFLOADS[level], tier) for stage in STAGES if stage >= level]
     return tuple(found)

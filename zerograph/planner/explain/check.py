@@ -207,7 +207,7 @@ def _of_plan(finder: Callable[[Plan], Iterator[Found]]) -> PlanCheck:
 
 
 PLAN_CHECKS: Mapping[str, tuple[str, Callable[[Plan], Iterator[Found]]]] = {
-    "plan": ("homes, tiles and stage of the plan go together", sense),
+    "plan": ("placements, tiles and stage of the plan go together", sense),
     "buckets": ("every parameter is in exactly one bucket", buckets),
     "tiles": ("tiles cover every row of their parameter exactly once", tiles),
 }

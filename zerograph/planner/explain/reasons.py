@@ -45,7 +45,7 @@ def reasons(
         yield Reason("plan", f"prefetch {plan.prefetch}", _FASTEST if constraints.prefetch is None else _ASKED)
         yield Reason("plan", f"{len(plan.buckets)} buckets", _FASTEST if constraints.bucket_size is None else _ASKED)
     if constraints.offload != "none":
-        off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
+        off = sum(bucket.placement != DEVICE for bucket in plan.buckets)
         cause = "it was chosen" if constraints.offload == "auto" else f"offload={constraints.offload} was asked for"
         yield Reason("plan", f"shards of {off} {'bucket' if off == 1 else 'buckets'} off the device", cause)
         if constraints.overlap != "none":
@@ -57,7 +57,7 @@ def reasons(
     by_rule = _FASTEST if searched else "recompute is auto"
     yield from _activations(plan, by_rule if constraints.recompute == "auto" else _ASKED, again)
     for bucket in plan.buckets:
-        if bucket.homes == DEVICE:
+        if bucket.placement == DEVICE:
             why = _stays(bucket, rates, constraints.stage == "auto")
         else:
             why = _leaves(bucket, rates, moments)
@@ -105,7 +105,7 @@ def _updated(step: Step, plan: Plan) -> Iterator[Reason]:
     updates = step.updates
     if updates:
         done = f"{len(updates)} parameter" + ("" if len(updates) == 1 else "s") + " updated"
-        if all(bucket.homes.optimizer == "device" for bucket in plan.buckets):
+        if all(bucket.placement.optimizer == "device" for bucket in plan.buckets):
             done += f", {format_bytes(sum(op.moved for op in updates))} read and written"
         if plan.overlap == "backward":
             yield Reason("optimizer", f"{done} inside of the backward, by buckets", "no gradient is kept for its norm")
@@ -150,9 +150,9 @@ def _decided(bucket: Bucket) -> str:
     tied = "".join(f", {p.name} is also {' and '.join(p.tied_to)}" for p in bucket.params if p.tied_to)
     ahead = "" if bucket.ahead is None else f", gathered {bucket.ahead} ahead"
     tiles = f", in {bucket.tiles} tiles" + " of columns" * (bucket.dim == 1) if bucket.tiles > 1 else ""
-    homes = "" if bucket.homes == DEVICE else f", {bucket.homes}"
+    placement = "" if bucket.placement == DEVICE else f", {bucket.placement}"
     gathered = format_bytes(bucket.gathered_bytes)
-    return f"{count}, {gathered}, residency {bucket.residency}{ahead}{tied}{tiles}{homes}"
+    return f"{count}, {gathered}, residency {bucket.residency}{ahead}{tied}{tiles}{placement}"
 
 
 def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
@@ -170,10 +170,10 @@ def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
 def _leaves(bucket: Bucket, rates: Rates, moments: int) -> str:
     """The cost of keeping ``bucket`` off the device, and the bytes that it frees."""
     shards = Shards.of(bucket.params, rates.world_size, moments, rates.staging)
-    placed = shards.at(bucket.homes)
-    freed = -sum(size for tier, size in shards.moved(bucket.homes) if tier == "device")
-    freed += shards.gradient if bucket.homes.spilled != "device" else 0
+    placed = shards.at(bucket.placement)
+    freed = -sum(size for tier, size in shards.moved(bucket.placement) if tier == "device")
+    freed += shards.gradient if bucket.placement.spilled != "device" else 0
     update = rates.host_update(placed.traffic, sum(p.sharded and p.trainable for p in bucket.params))
-    if is_disk(home := bucket.homes.optimizer):
-        update = max(update, rates.transfer("host", home, placed.optimizer))
+    if is_disk(tier := bucket.placement.optimizer):
+        update = max(update, rates.transfer("host", tier, placed.optimizer))
     return f"it frees {format_bytes(freed)} of the device, and its update takes {format_seconds(update)} there"

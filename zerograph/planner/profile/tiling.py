@@ -63,9 +63,11 @@ def _why_apart(mlp: Mlp, own: Sequence[Bucket], world_size: int) -> str:
     if len(own) < len(mlp.weights) or len(tiles) > 1:
         text = ", ".join(f"{b.params[0].name} in {b.tiles}" for b in own)
         return f"its weights are in different numbers of tiles ({text})"
-    away = [b for b in own if not b.homes.parameters == b.homes.spilled == "device"]
-    if away:
-        return f"tiles of columns are not read and written piece by piece where {away[0].name} has {away[0].homes}"
+    moved = [b for b in own if not b.placement.parameters == b.placement.spilled == "device"]
+    if moved:
+        return (
+            f"tiles of columns are not read and written piece by piece where {moved[0].name} has {moved[0].placement}"
+        )
     share, (count,) = largest(mlp.hidden, world_size), tiles
     if count > share:
         return f"each rank has {share} of its {mlp.hidden} hidden places, which is less than {count} tiles"

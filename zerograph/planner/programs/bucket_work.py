@@ -15,13 +15,14 @@ from zerograph.core.instructions import (
     WaitReduce,
 )
 from zerograph.core.machine import Tier, hops, is_disk
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.planner.programs.schedule import Piece, Scheduler
 
 
-def whole_register(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> int:
-    """The register of a gathered bucket or tile; where it has its ``own`` homes, this rank's slice is held anyway."""
+def whole_register(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Placement | None) -> int:
+    """The register of a gathered bucket or tile; where it has its ``own`` placement, this rank's slice is held
+    anyway."""
     part = scheduler.bucket_parts(bucket, tiles)[tile]
     size = part.whole
     if own is not None:
@@ -45,10 +46,10 @@ def reduced_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int, l
     return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient")
 
 
-def gradient_away(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) -> int:
+def offloaded_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) -> int:
     """The register of reduced gradients that have left the device for ``tier``."""
     part = scheduler.bucket_parts(bucket, tiles)[tile]
-    key, name = ("away", bucket, tile, tiles, tier), f"gradient of {part.label}"
+    key, name = ("into", bucket, tile, tiles, tier), f"gradient of {part.label}"
     return scheduler.registers.get(key, name, part.shards.gradient, "gradient", tier)
 
 
@@ -68,11 +69,11 @@ def norm_register(scheduler: Scheduler) -> int:
     return scheduler.registers.get("norm", "norm of the gradients", 0, "temporary")
 
 
-def wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> WaitGather:
+def wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Placement | None) -> WaitGather:
     return WaitGather(whole_register(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
 
 
-def free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None, ends: bool) -> Free:
+def free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Placement | None, ends: bool) -> Free:
     whole = (whole_register(scheduler, bucket, tile, tiles, own),)
     return Free(bucket, whole, whole, False, tile, tiles, ends)
 
@@ -94,43 +95,43 @@ def slice_of(
 
 
 def bring(
-    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, own: Homes | None,
+    scheduler: Scheduler, bucket: int, tile: int, tiles: int, placement: Placement, own: Placement | None,
     behind: tuple[int, ...],
 ) -> list[Instruction]:  # fmt: skip
-    """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it, ``behind`` these
+    """Fetch the shards of a bucket or tile from their tier into its slice of the whole, and gather it, ``behind`` these
     registers."""
     part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     whole = whole_register(scheduler, bucket, tile, tiles, own)
-    home = homes.parameters
-    size = part.shards.at(homes).fetched if home != "device" else 0
+    tier = placement.parameters
+    size = part.shards.at(placement).fetched if tier != "device" else 0
     if not size:
         return [Gather(bucket, (), behind, whole, (), part.sent, tile, tiles)]
-    fetched = moves_up(scheduler, "shard", part.label, name, size, behind, (), (whole,), home, bucket, tile)
+    fetched = moves_up(scheduler, "shard", part.label, name, size, behind, (), (whole,), tier, bucket, tile)
     return [*fetched, Gather(bucket, (), (whole,), whole, (), part.sent, tile, tiles)]
 
 
-def fetch(scheduler: Scheduler, bucket: int, homes: Homes, behind: tuple[int, ...]) -> list[Instruction]:
+def fetch(scheduler: Scheduler, bucket: int, placement: Placement, behind: tuple[int, ...]) -> list[Instruction]:
     """Fetch the shards of a bucket on a CPU, ``behind`` these registers; a lone rank's are the whole."""
     part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
-    size, shards = part.shards.at(homes).fetched, (fetched_shards(scheduler, bucket, homes),)
-    return moves_up(scheduler, "shard", part.label, name, size, behind, (), shards, homes.parameters, bucket, 0)
+    size, shards = part.shards.at(placement).fetched, (fetched_shards(scheduler, bucket, placement),)
+    return moves_up(scheduler, "shard", part.label, name, size, behind, (), shards, placement.parameters, bucket, 0)
 
 
-def gather_fetched(scheduler: Scheduler, bucket: int, homes: Homes) -> Instruction:
+def gather_fetched(scheduler: Scheduler, bucket: int, placement: Placement) -> Instruction:
     part, shards, whole = (
         scheduler.bucket_parts(bucket, 1)[0],
-        fetched_shards(scheduler, bucket, homes),
+        fetched_shards(scheduler, bucket, placement),
         whole_register(scheduler, bucket, 0, 1, None),
     )
     return Gather(bucket, (), (shards,), whole, () if shards == whole else (shards,), part.sent)
 
 
-def fetched_shards(scheduler: Scheduler, bucket: int, homes: Homes) -> int:
+def fetched_shards(scheduler: Scheduler, bucket: int, placement: Placement) -> int:
     """The register of the fetched shards of a bucket."""
     if scheduler.rates.world_size == 1:
         return whole_register(scheduler, bucket, 0, 1, None)
     part = scheduler.bucket_parts(bucket, 1)[0]
-    size = part.shards.at(homes).fetched
+    size = part.shards.at(placement).fetched
     return scheduler.registers.get(("shards", bucket, size), f"shards of {part.label}", size, "param", bucket=bucket)
 
 
@@ -153,33 +154,38 @@ def moves_up(
     moves = list[Instruction]()
     for hop in first:
         staged = (scheduler.registers.get(("staged", writes), f"{what} of {label}", size, kind, "host"),)
-        moves.append(Move(*hop, what, label, module, size, reads, staged, dead, bucket, tile, home=tier))
+        moves.append(Move(*hop, what, label, module, size, reads, staged, dead, bucket, tile, offload_tier=tier))
         reads = dead = staged
-    return [*moves, Move(*last, what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
+    return [*moves, Move(*last, what, label, module, size, reads, writes, dead, bucket, tile, offload_tier=tier)]
 
 
 def moves_down(
-    scheduler: Scheduler, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...],
+    scheduler: Scheduler, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], into: tuple[int, ...],
     tier: Tier, slot: int, there: tuple[int, ...],
 ) -> list[Instruction]:  # fmt: skip
-    """Move registers on the device to ``away`` on ``tier``; of these, those ``there`` hold something that it is added
+    """Move registers on the device to ``into`` on ``tier``; of these, those ``there`` hold something that it is added
     to, which a disk is read for."""
     contents = scheduler.registers.contents
     size = sum(contents[register].bytes for register in here)
     module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
-    kind, moves = contents[away[0]].kind, list[Instruction]()
+    kind, moves = contents[into[0]].kind, list[Instruction]()
     *first, last = hops("device", tier, scheduler.rates.staging)
     for hop in first:
-        staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
-        moves.append(Move(*hop, what, label, module, size, here, staged, here, bucket, tile, slot, home=tier))
+        staged = (scheduler.registers.get(("staged", into), f"{what} of {label}", size, kind, "host"),)
+        moves.append(Move(*hop, what, label, module, size, here, staged, here, bucket, tile, slot, offload_tier=tier))
         here = staged
     if there and is_disk(tier):
         # They are added up in the staging buffer, or where the reduced gradient is.
-        back = (scheduler.registers.get(("added", away), f"earlier {what} of {label}", 0, kind),)
-        moves.append(Move(tier, "host", what, label, module, size, here + there, back, (), bucket, tile, home=tier))
+        back = (scheduler.registers.get(("added", into), f"earlier {what} of {label}", 0, kind),)
+        moves.append(
+            Move(tier, "host", what, label, module, size, here + there, back, (), bucket, tile, offload_tier=tier)
+        )
         here += back
     buffer = slot if is_disk(tier) else None
-    return [*moves, Move(*last, what, label, module, size, here + there, away, here, bucket, tile, buffer, home=tier)]
+    return [
+        *moves,
+        Move(*last, what, label, module, size, here + there, into, here, bucket, tile, buffer, offload_tier=tier),
+    ]
 
 
 def reduce(

@@ -31,12 +31,12 @@ from zerograph.core.instructions import (
 )
 from zerograph.core.machine import Tier, hops, is_disk
 from zerograph.core.placement import updated_late
-from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.program import Program, ends_whole, stays_whole
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.planner.programs import bucket_work
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
-from zerograph.planner.programs.updates import follow_late, slot_of, update_away, update_beside, update_late
+from zerograph.planner.programs.updates import follow_late, slot_of, update_beside, update_late, update_offloaded
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class _CoarsePrograms:
         self.buckets: Sequence[Bucket] = plan.buckets
         self.inside: set[int] = set()  # buckets whose gradients the backward uses up; micro-batches leave them
         if plan.overlap == "backward" and not adds:
-            self.buckets = [replace(bucket, homes=plan.homes_of(bucket)) for bucket in plan.buckets]
+            self.buckets = [replace(bucket, placement=plan.placement_of(bucket)) for bucket in plan.buckets]
             self.inside = {bucket.index for bucket in plan.buckets if plan.updated_inside(bucket)}
         self.made, self.registers = scheduler.made, scheduler.registers
         self.programs: list[Program] = []
@@ -89,7 +89,7 @@ class _CoarsePrograms:
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
         # Buckets and tiles that have a reduced gradient, to which others are added.
         self.summed = {(i, tile) for i, tiles in enumerate(self.parts) for tile in range(len(tiles)) if adds}
-        # Layer or activation -> region -> registers of what of it is away until then.
+        # Layer or activation -> region -> registers of what of it is offloaded until then.
         self.waiting: dict[str, dict[int, list[int]]] = {}
         self.arriving: dict[int, list[WaitFetch]] = {}  # region -> waits for what it needs
         self.spills = 0  # through staging buffers, so far
@@ -98,7 +98,7 @@ class _CoarsePrograms:
         self.updated: dict[int, tuple[int, ...]] = {}  # buckets updated so far, with the registers of their ends
         self.updates = 0  # of states off the device, so far
         self.ends: list[
-            tuple[int, int, int, Homes, tuple[int, ...]]
+            tuple[int, int, int, Placement, tuple[int, ...]]
         ] = []  # of updates beside this step: of whom, and registers
         # Buckets and tiles -> registers of gradients of the step before, where updates are a step late.
         self.earlier: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -160,7 +160,7 @@ class _CoarsePrograms:
                 bucket = phase.intervals[interval].bucket
                 if bucket in self.fetched:
                     self.fetched.remove(bucket)
-                    instructions.append(self._once(bucket_work.gather_fetched, bucket, self.buckets[bucket].homes))
+                    instructions.append(self._once(bucket_work.gather_fetched, bucket, self.buckets[bucket].placement))
                 instructions.append(
                     self._once(bucket_work.wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket))
                 )
@@ -238,7 +238,7 @@ class _CoarsePrograms:
             if self._gathers_late(bucket):
                 self.fetched.add(bucket)
                 self.instructions += self._once(
-                    bucket_work.fetch, bucket, self.buckets[bucket].homes, self._behind(bucket)
+                    bucket_work.fetch, bucket, self.buckets[bucket].placement, self._behind(bucket)
                 )
             else:
                 self._bring(bucket, 0)
@@ -248,28 +248,28 @@ class _CoarsePrograms:
     def _gathers_late(self, bucket: int) -> bool:
         """Whether only what is fetched begins ahead, and the gather where the bucket is needed: on a CPU it would
         keep what computes waiting for the disk."""
-        away = self.buckets[bucket].homes.parameters != "device" and self.buckets[bucket].tiles == 1
-        return away and not self.rates.overlaps and bool(self.parts[bucket][0].shards.alike)
+        into = self.buckets[bucket].placement.parameters != "device" and self.buckets[bucket].tiles == 1
+        return into and not self.rates.overlaps and bool(self.parts[bucket][0].shards.alike)
 
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
-        homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
+        placement, tiles = self.buckets[bucket].placement, self.buckets[bucket].tiles
         self.instructions += self._once(
-            bucket_work.bring, bucket, tile, tiles, homes, self._own(bucket), self._behind(bucket)
+            bucket_work.bring, bucket, tile, tiles, placement, self._own(bucket), self._behind(bucket)
         )
 
     def _behind(self, bucket: int) -> tuple[int, ...]:
         """The ends of the update that a gather of a bucket waits for: of all its tiles, as the runtime does."""
         return self.updated.get(bucket, ()) if self.kind == "forward" else ()
 
-    def _own(self, bucket: int) -> Homes | None:
-        """The homes of a bucket of which this rank's slice of the whole is what the device holds anyway."""
-        homes = self.buckets[bucket].homes
+    def _own(self, bucket: int) -> Placement | None:
+        """The placement of a bucket of which this rank's slice of the whole is what the device holds anyway."""
+        placement = self.buckets[bucket].placement
         if self.rates.world_size == 1:
             held = self.buckets[bucket].tiles == 1
         else:  # a gather of CPU ranks is not in place
-            held = self.rates.overlaps and self.buckets[bucket].residency == "step" and homes.optimizer != "device"
-        return homes if held and homes.parameters == "device" else None
+            held = self.rates.overlaps and self.buckets[bucket].residency == "step" and placement.optimizer != "device"
+        return placement if held and placement.parameters == "device" else None
 
     def _free(self, phase: PhaseWork, interval: int) -> None:
         for i in phase.frees.get(interval, ()):
@@ -291,49 +291,49 @@ class _CoarsePrograms:
         leaves = self._leaves(bucket) and self.parts[bucket][tile].shards.gradient > 0
         again = (bucket, tile) in self.summed  # a tied parameter's tiles: the head's gradient, then the embedding's
         self.summed.add((bucket, tile))
-        added = again and self.buckets[bucket].homes.spilled == "device"
+        added = again and self.buckets[bucket].placement.spilled == "device"
         reduce = self._once(bucket_work.reduce, bucket, tile, tiles, leaves, grads, added)
         self.under_way.append((reduce, leaves, again))
         self.instructions.append(reduce)
 
     def _wait_reduce(self, last: bool = False) -> None:
-        """The next compute waits for the oldest reduction, whose gradient goes home; with the ``last`` one all
+        """The next compute waits for the oldest reduction, whose gradient is offloaded; with the ``last`` one all
         gradients are there."""
         reduce, leaves, again = self.under_way.pop(0)
         self.instructions.append(self._once(bucket_work.wait_reduce, reduce, leaves and not again, last))
         if last:
             self.norm = bucket_work.norm_register(self.scheduler)
         if leaves:
-            bucket, tile, tier = reduce.bucket, reduce.tile, self.buckets[reduce.bucket].homes.spilled
+            bucket, tile, tier = reduce.bucket, reduce.tile, self.buckets[reduce.bucket].placement.spilled
             if tier != "device":
-                away = self._gradient(bucket, tile)
-                there, label = (away,) if again else (), self.parts[bucket][tile].label
-                self._down("gradient", label, bucket, tile, (reduce.out,), (away,), tier, there)
+                into = self._gradient(bucket, tile)
+                there, label = (into,) if again else (), self.parts[bucket][tile].label
+                self._down("gradient", label, bucket, tile, (reduce.out,), (into,), tier, there)
 
     def _leaves(self, bucket: int) -> bool:
         """Whether shards of the gradients of a bucket leave, or are used up, apart from what every rank holds whole."""
-        return self.buckets[bucket].homes.spilled != "device" or bucket in self.inside
+        return self.buckets[bucket].placement.spilled != "device" or bucket in self.inside
 
     def _gradient(self, bucket: int, tile: int) -> int:
         """The register of the gradient by which a bucket or tile is updated."""
-        tiles, tier = self.buckets[bucket].tiles, self.buckets[bucket].homes.spilled
+        tiles, tier = self.buckets[bucket].tiles, self.buckets[bucket].placement.spilled
         if tier != "device":
-            return self._once(bucket_work.gradient_away, bucket, tile, tiles, tier)
+            return self._once(bucket_work.offloaded_gradient, bucket, tile, tiles, tier)
         return bucket_work.reduced_gradient(self.scheduler, bucket, tile, tiles, self._leaves(bucket))
 
     def _offload_saved(self, region: int) -> None:
-        """Move away what no later layer of the forward reads, of layers whose activations are offloaded."""
+        """Offload what no later layer of the forward reads, of layers whose activations are offloaded."""
         assert self.saved is not None
         contents = self.registers.contents
         for what, by_need in self.saved.leaves.get(region, {}).items():
-            tier, away = self.tier_of[what], {}
+            tier, into = self.tier_of[what], {}
             for need, registers in by_need.items():
                 size = sum(contents[register].bytes for register in registers)
-                key = ("away", what, region, need, size, tier)
-                away[need] = self.registers.get(key, f"activations of {what}", size, "activation", tier)
-                self.waiting.setdefault(what, {}).setdefault(need, []).append(away[need])
+                key = ("into", what, region, need, size, tier)
+                into[need] = self.registers.get(key, f"activations of {what}", size, "activation", tier)
+                self.waiting.setdefault(what, {}).setdefault(need, []).append(into[need])
             here = tuple(register for registers in by_need.values() for register in registers)
-            self._down("activations", what, -1, 0, here, tuple(away.values()), tier)
+            self._down("activations", what, -1, 0, here, tuple(into.values()), tier)
 
     def _fetch_saved(self, phase: PhaseWork, place: int) -> None:
         """Begin to bring back what regions from ``place`` on need, so many as the plan fetches ahead."""
@@ -348,18 +348,18 @@ class _CoarsePrograms:
                 self.arriving.setdefault(region, []).append(self._once(bucket_work.wait_fetch, back[0]))
 
     def _down(
-        self, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...], tier: Tier,
+        self, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], into: tuple[int, ...], tier: Tier,
         there: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        """Move what is in registers on the device to ``away`` on ``tier``; what is ``there`` already it is added to."""
+        """Move what is in registers on the device to ``into`` on ``tier``; what is ``there`` already it is added to."""
         slot = -1
         if len(hops("device", tier, self.rates.staging)) > 1:
             slot = slot_of(self.scheduler, "spill", self.spills)
             self.spills += 1
         self.instructions += self._once(
-            bucket_work.moves_down, what, label, bucket, tile, here, away, tier, slot, there
+            bucket_work.moves_down, what, label, bucket, tile, here, into, tier, slot, there
         )
-        self.leaving.append(away[0])
+        self.leaving.append(into[0])
         if len(self.leaving) > self.most_leaving:
             self.instructions.append(self._once(bucket_work.wait_fetch, self.leaving.popleft()))
 
@@ -367,23 +367,23 @@ class _CoarsePrograms:
         """Begin the updates of the step before: all at once, but for those whose parameters the disk then reads again,
         which would wait for all of them."""
         begun = 0
-        while self.late and (begun < SLOTS or not is_disk(self.buckets[self.late[0]].homes.parameters)):
+        while self.late and (begun < SLOTS or not is_disk(self.buckets[self.late[0]].placement.parameters)):
             self._update_late()
             begun += 1
 
     def _update_late(self) -> None:
         """Begin the next of them."""
         bucket = self.late.popleft()
-        if self.buckets[bucket].homes.optimizer != "device":
+        if self.buckets[bucket].placement.optimizer != "device":
             self.given += self._update_beside(bucket)
 
     def _update_beside(self, bucket: int) -> tuple[int, ...]:
         """Begin the update of a bucket whose states are off the device; the gradients that go with it."""
-        homes, tiles, gradients = self.buckets[bucket].homes, self.buckets[bucket].tiles, list[int]()
+        placement, tiles, gradients = self.buckets[bucket].placement, self.buckets[bucket].tiles, list[int]()
         for tile, part in enumerate(self.parts[bucket]):
             if part.shards.gradient:
                 gradients.append(self._gradient(bucket, tile))
-                moves, ends = self._once(update_beside, bucket, tile, tiles, homes, self.updates, (gradients[-1],))
+                moves, ends = self._once(update_beside, bucket, tile, tiles, placement, self.updates, (gradients[-1],))
                 self.instructions += moves
                 self.updates += 1
                 self.updated[bucket] = self.updated.get(bucket, ()) + ends
@@ -393,16 +393,16 @@ class _CoarsePrograms:
         """Begin the updates of the step before that run beside this whole step; all its gradients are there until both
         have ended."""
         for bucket in self.plan.buckets:
-            homes, tiles = self.buckets[bucket.index].homes, bucket.tiles
+            placement, tiles = self.buckets[bucket.index].placement, bucket.tiles
             late = updated_late(self.plan, bucket)
             for tile, part in enumerate(self.parts[bucket.index]):
                 if not part.reduced:
                     continue
-                held = self._once(bucket_work.earlier_gradients, bucket.index, tile, tiles, homes.spilled)
+                held = self._once(bucket_work.earlier_gradients, bucket.index, tile, tiles, placement.spilled)
                 self.earlier[bucket.index, tile] = held
                 self.given += held
                 if late and part.shards.gradient:
-                    key = bucket.index, tile, tiles, homes
+                    key = bucket.index, tile, tiles, placement
                     moves, ends = self._once(update_late, *key, self.updates, held[0])
                     self.instructions += moves
                     self.ends.append((*key, ends))
@@ -428,11 +428,11 @@ class _CoarsePrograms:
     def _update_now(self, bucket: int, on_disk: deque[int]) -> None:
         """Begin the update of a bucket inside of the backward; ``on_disk`` are ends of those by gradients that would be
         written, which wait in memory: few may be under way."""
-        if self.buckets[bucket].homes.optimizer == "device":
+        if self.buckets[bucket].placement.optimizer == "device":
             self.instructions.append(self._once(Scheduler.update_inside, bucket, self._gradient(bucket, 0)))
             self.updated[bucket] = ()
             return
-        waits = is_disk(self.plan.buckets[bucket].homes.spilled)
+        waits = is_disk(self.plan.buckets[bucket].placement.spilled)
         if waits and len(on_disk) > LEAVING:
             self.instructions.append(self._once(bucket_work.wait_fetch, on_disk.popleft()))
         self._update_beside(bucket)
@@ -442,7 +442,7 @@ class _CoarsePrograms:
     def _update(self) -> None:
         """The optimizer, when all gradients are there: what lives on the device beside the rest."""
         scheduler, buckets = self.scheduler, self.buckets
-        host = [bucket for bucket in self._by_readiness() if buckets[bucket].homes.optimizer != "device"]
+        host = [bucket for bucket in self._by_readiness() if buckets[bucket].placement.optimizer != "device"]
         update = scheduler.update([*host, *self.updated])
         here = [update] if update.sizes or not host else []
         for key in self.ends:
@@ -463,12 +463,12 @@ class _CoarsePrograms:
                     if not arrived and bucket in self.reduced:
                         arrived = (self._gradient(bucket, tile),)
                     self.instructions += self._once(
-                        update_away,
+                        update_offloaded,
                         bucket,
                         tile,
                         tiles,
                         self.plan.update,
-                        buckets[bucket].homes,
+                        buckets[bucket].placement,
                         self.updates,
                         arrived,
                         self.norm,

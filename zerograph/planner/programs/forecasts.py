@@ -56,7 +56,7 @@ def forecast_programs(
     step, last = tuple(programs), programs[-1]
     if last.kind == "backward":
         # Of states in memory a recording has one number for all that an update does.
-        apart = measured is None or any(is_disk(bucket.homes.optimizer) for bucket in plan.buckets)
+        apart = measured is None or any(is_disk(bucket.placement.optimizer) for bucket in plan.buckets)
         inside: tuple[int, ...] = ()
         if apart and plan.overlap == "backward":
             last, inside = with_updates_inside(last, plan, kept, rates)

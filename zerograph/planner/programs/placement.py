@@ -15,13 +15,13 @@ from zerograph.core.files.planfile import Holding
 from zerograph.core.machine import OFFLOAD_TIERS, Tier, is_disk
 from zerograph.core.param_bytes import copy_bytes, gathered_bytes, reduced_bytes, sent_bytes, shard_bytes
 from zerograph.core.placement import copy_tier, second_copies, values_tier
-from zerograph.core.plan import Homes, Plan, tile_rows
+from zerograph.core.plan import Placement, Plan, tile_rows
 from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
 from zerograph.planner.programs.rates import Rates
 from zerograph.sim.costs import TierBytes
 
-APART = Homes(gradients=OFFLOAD_TIERS[-1], optimizer=OFFLOAD_TIERS[-1])
+APART = Placement(gradients=OFFLOAD_TIERS[-1], optimizer=OFFLOAD_TIERS[-1])
 """Where all that can be updated off the device is, and what is gathered is on it."""
 
 
@@ -38,7 +38,7 @@ class Alike(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Bytes of the shards of one bucket where these have their homes.
+    """Bytes of the shards of one bucket where these are placed.
 
     Attributes:
         masters: values of trained parameters beside which there is a copy.
@@ -98,12 +98,12 @@ class Shards:
         alike = tuple(some._replace(values=part(some.values), copy=part(some.copy)) for some in self.alike)
         return replace(self, alike=alike, gradient=part(self.gradient), moments=part(self.moments))
 
-    def at(self, homes: Homes) -> Placed:
-        """The bytes of each kind where it lives at ``homes``."""
+    def at(self, placement: Placement) -> Placed:
+        """The bytes of each kind where it lives at ``placement``."""
         masters = copies = shared = frozen = frozen_copies = fetched = in_place = left = 0
         for some in self.alike:
-            left += some.values * (values_tier(some, homes, self.split) != "device")
-            copied = copy_tier(some, homes, self.split) is not None
+            left += some.values * (values_tier(some, placement, self.split) != "device")
+            copied = copy_tier(some, placement, self.split) is not None
             fetched += some.copy if copied else some.values
             in_place += some.copy * (copied or not some.cast)
             if not some.trainable:
@@ -119,13 +119,13 @@ class Shards:
         parameters = copies + frozen_copies + left - masters
         return Placed(masters, copies, shared, frozen, fetched, in_place, left, optimizer, traffic, parameters)
 
-    def moved(self, homes: Homes) -> TierBytes:
-        """The bytes that ``homes`` add to each tier between steps, and take off the device (below zero)."""
-        if homes.optimizer == "device":
+    def moved(self, placement: Placement) -> TierBytes:
+        """The bytes that ``placement`` adds to each tier between steps, and takes off the device (below zero)."""
+        if placement.optimizer == "device":
             return ()
-        own = self.at(homes)
+        own = self.at(placement)
         left = own.left + self.moments
-        return ("device", -left), (homes.optimizer, own.optimizer), (homes.parameters, own.parameters)
+        return ("device", -left), (placement.optimizer, own.optimizer), (placement.parameters, own.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +195,13 @@ def kept_on(tier: Tier, plan: Plan, moments: int, staging: Tier) -> dict[str, in
     """Bytes that a rank keeps on ``tier``, which is not the device, under ``plan``, by what they are for."""
     found = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
     for bucket in plan.buckets:
-        homes = bucket.homes
+        placement = bucket.placement
         shards = Shards.of(bucket.params, plan.world_size, moments, staging)
-        placed = shards.at(homes)
-        found["parameters"] += placed.parameters * (homes.parameters == tier)
+        placed = shards.at(placement)
+        found["parameters"] += placed.parameters * (placement.parameters == tier)
         found["parameters"] += placed.copies * (tier == "host" and second_copies(plan, bucket))
-        found["gradients"] += shards.gradient * (homes.spilled == tier)
-        found["optimizer states"] += placed.optimizer * (homes.optimizer == tier)
+        found["gradients"] += shards.gradient * (placement.spilled == tier)
+        found["optimizer states"] += placed.optimizer * (placement.optimizer == tier)
     return found
 
 
@@ -210,13 +210,16 @@ def streamed(params: Sequence[Param], world_size: int) -> int:
     return sum(p.chunk_elements(world_size) for p in params if p.sharded and p.trainable)
 
 
-def ring_bytes(buckets: Iterable[tuple[Homes, int]], staging: Tier) -> int:
-    """Bytes of the slots that pass what a disk has of some buckets, given their homes and what :func:`streamed` counts.
+def ring_bytes(buckets: Iterable[tuple[Placement, int]], staging: Tier) -> int:
+    """Bytes of the slots that pass what a disk has of some buckets, given their placements and what :func:`streamed`
+    counts.
 
     On a CPU only: plans that stage on the host have a buffer for each bucket or tile.
     """
-    away = (elements for homes, elements in buckets if is_disk(homes.optimizer)) if staging == "device" else ()
-    return SLOTS * slot_bytes(max(away, default=0))
+    offloaded = (
+        (elements for placement, elements in buckets if is_disk(placement.optimizer)) if staging == "device" else ()
+    )
+    return SLOTS * slot_bytes(max(offloaded, default=0))
 
 
 def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterator[Holding]:
@@ -225,26 +228,26 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
     ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.core.param_bytes.kept_states`).
     """
     for bucket in plan.buckets:
-        homes = bucket.homes
-        placed = Shards.of(bucket.params, plan.world_size, 0, staging).at(homes)
+        placement = bucket.placement
+        placed = Shards.of(bucket.params, plan.world_size, 0, staging).at(placement)
         whole = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
         states = sum(kept.get(p.name, 0) for p in bucket.params)
-        away = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)
+        offloaded = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)
         found: list[tuple[str, Kind, Tier, int]]
-        if homes.optimizer == "device":
+        if placement.optimizer == "device":
             found = [("shards", "param", "device", whole), ("states", "state", "device", states)]
         else:
             found = [
                 ("shards", "param", "device", whole - placed.left),
-                ("states", "state", "device", states - away),
-                ("shards in the compute dtype", "param", homes.parameters, placed.parameters),
-                ("master copy and states", "state", homes.optimizer, placed.masters + away),
+                ("states", "state", "device", states - offloaded),
+                ("shards in the compute dtype", "param", placement.parameters, placed.parameters),
+                ("master copy and states", "state", placement.optimizer, placed.masters + offloaded),
             ]
         if second_copies(plan, bucket):
             found.append(("second copy", "param", "host", placed.copies))
         for what, kind, tier, size in found:
             if size:
                 yield Holding(f"{what} of {bucket.name}", kind, tier, size, -1, -1, bucket.name)
-    ring = ring_bytes(((b.homes, streamed(b.params, plan.world_size)) for b in plan.buckets), staging)
+    ring = ring_bytes(((b.placement, streamed(b.params, plan.world_size)) for b in plan.buckets), staging)
     if ring:
         yield Holding("slots that states pass through", "temporary", staging, ring, -1, -1)

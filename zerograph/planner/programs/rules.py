@@ -12,7 +12,7 @@ from itertools import groupby
 
 from zerograph.core.config import Recompute
 from zerograph.core.machine import Tier
-from zerograph.core.plan import DEVICE, Bucket, Homes, Overlap, Plan, Residency, Update
+from zerograph.core.plan import DEVICE, Bucket, Overlap, Placement, Plan, Residency, Update
 from zerograph.core.step import Param, Step, layer_of
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def plan_step(
     bucket_size: int,
     prefetch: int,
     recompute: Recompute = "auto",
-    homes: Homes = DEVICE,
+    placement: Placement = DEVICE,
     saved: Tier = "device",
     update: Update = "host",
     overlap: Overlap = "none",
@@ -43,7 +43,7 @@ def plan_step(
         bucket_size: bytes of gathered parameters per bucket, at most, unless one parameter is larger.
         prefetch: buckets gathered ahead.
         recompute: which activations the backward computes again, see :class:`~zerograph.core.config.Config`.
-        homes: of buckets with trained parameters.
+        placement: of buckets with trained parameters.
         saved: where what repeated layers save waits for the backward.
         update: where states on the host are updated.
         overlap: what updates of states off the device run beside.
@@ -52,7 +52,7 @@ def plan_step(
     tiles = tiles or {}
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
-        Bucket(index, _name(params), params, residency, _homes(params, homes), tiles.get(params[0].name, 1))
+        Bucket(index, _name(params), params, residency, _placement(params, placement), tiles.get(params[0].name, 1))
         for index, params in enumerate(_buckets(step.params, bucket_size, tiles))
     )
     return Plan(
@@ -68,9 +68,9 @@ def plan_step(
     )
 
 
-def _homes(params: Iterable[Param], homes: Homes) -> Homes:
-    """The homes of ``params`` by ``homes``: where nothing trains, only the parameters leave."""
-    return homes if homes.parameters != "device" or any(p.trainable for p in params) else DEVICE
+def _placement(params: Iterable[Param], placement: Placement) -> Placement:
+    """The placement of ``params`` by ``placement``: where nothing trains, only the parameters leave."""
+    return placement if placement.parameters != "device" or any(p.trainable for p in params) else DEVICE
 
 
 def layer_of_param(name: str) -> str:

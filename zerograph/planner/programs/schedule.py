@@ -5,8 +5,8 @@ Coarser than programs that run: what is saved follows :mod:`~zerograph.planner.p
 a plan cuts in several is taken with its first part, and several short layers are not merged into one segment.
 
 The work that plans of the same buckets, tiles, prefetch and recomputation share is done here, once, because the search
-changes residencies and homes hundreds of times; from it :mod:`~zerograph.planner.programs.coarse` makes the programs of
-a plan.
+changes residencies and placements hundreds of times; from it :mod:`~zerograph.planner.programs.coarse` makes the
+programs of a plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zerograph.core.instructions import (
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import kept_states
 from zerograph.core.placement import second_copies
-from zerograph.core.plan import Homes, Plan
+from zerograph.core.plan import Placement, Plan
 from zerograph.core.prefetching import UnshardedInterval, gathers_by_start, unsharded_intervals
 from zerograph.core.program import Register, Segment
 from zerograph.core.segment_profile import SegmentProfile
@@ -146,7 +146,7 @@ class Scheduler:
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
         self._saved: dict[tuple[object, ...], SavedRegisters] = {}
         self._held: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        self._moved: dict[tuple[int, Homes], TierBytes] = {}
+        self._moved: dict[tuple[int, Placement], TierBytes] = {}
         self._streamed = [streamed(params, rates.world_size) for params in buckets]
 
     def fresh(self) -> Scheduler:
@@ -162,7 +162,7 @@ class Scheduler:
 
     def phases(self, plan: Plan) -> tuple[PhaseWork, ...]:
         """Forward and backward, divided as ``plan`` cuts them."""
-        # Everything that a division depends on: homes and residencies change what is moved, not where work is cut.
+        # Everything that a division depends on: placements and residencies change what is moved, not where work is cut.
         key = (tuple(bucket.tiles for bucket in plan.buckets), plan.prefetch, self.options(plan))
         if key not in self._phases:
             self._phases[key] = tuple(_phases(self, *key))
@@ -191,19 +191,19 @@ class Scheduler:
         return self._all[tiles]
 
     def moved(self, plan: Plan) -> TierBytes:
-        """The change of memory held between steps by homes of buckets off the device, by tier."""
+        """The change of memory held between steps by placements of buckets off the device, by tier."""
         found: dict[Tier, int] = {}
         for bucket in plan.buckets:
-            key = (bucket.index, bucket.homes)
+            key = (bucket.index, bucket.placement)
             if key not in self._moved:
-                self._moved[key] = self.bucket_parts(bucket.index, 1)[0].shards.moved(bucket.homes)
+                self._moved[key] = self.bucket_parts(bucket.index, 1)[0].shards.moved(bucket.placement)
             for tier, size in self._moved[key]:
                 found[tier] = found.get(tier, 0) + size
             if second_copies(plan, bucket):
-                copies = self.bucket_parts(bucket.index, 1)[0].shards.at(bucket.homes).copies
+                copies = self.bucket_parts(bucket.index, 1)[0].shards.at(bucket.placement).copies
                 found["host"] = found.get("host", 0) + copies
-        homes, staging = (bucket.homes for bucket in plan.buckets), self.rates.staging
-        return *found.items(), (staging, ring_bytes(zip(homes, self._streamed, strict=True), staging))
+        placements, staging = (bucket.placement for bucket in plan.buckets), self.rates.staging
+        return *found.items(), (staging, ring_bytes(zip(placements, self._streamed, strict=True), staging))
 
     def update(self, host: Sequence[int]) -> Update:
         """The update on the device, when the states of the buckets ``host`` live off it."""

@@ -23,7 +23,7 @@ from zerograph.core.instructions import (
     WaitReduce,
 )
 from zerograph.core.machine import is_disk
-from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.plan import Update as UpdatePlace
 from zerograph.core.program import Program
 from zerograph.core.slots import SLOTS
@@ -51,29 +51,30 @@ def slot_of(scheduler: Buckets, ring: str, number: int) -> int:
     return scheduler.registers.get((ring, number), name, 0, "temporary", tier, storage=place)
 
 
-def update_away(
+def update_offloaded(
     scheduler: Buckets,
     bucket: int,
     tile: int,
     tiles: int,
     where: UpdatePlace,
-    homes: Homes,
+    placement: Placement,
     number: int,
     arrived: tuple[int, ...],
     norm: int,
 ) -> list[OffDevice]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
     arguments are those of :func:`host_update`."""
-    update = _update_through_device if where == "device" and homes.optimizer == "host" else host_update
-    return update(scheduler, bucket, tile, tiles, homes, number, arrived, norm)
+    update = _update_through_device if where == "device" and placement.optimizer == "host" else host_update
+    return update(scheduler, bucket, tile, tiles, placement, number, arrived, norm)
 
 
 def update_beside(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradients: tuple[int, ...]
-) -> tuple[list[OffDevice], tuple[int, ...]]:
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, placement: Placement, number: int,
+    gradients: tuple[int, ...],
+) -> tuple[list[OffDevice], tuple[int, ...]]:  # fmt: skip
     """:func:`host_update` beside a backward, or beside a forward by gradients of the step before: these go with it.
     Also the registers of its ends, behind which the parameters are gathered."""
-    made = host_update(scheduler, bucket, tile, tiles, homes, number, gradients, -1)
+    made = host_update(scheduler, bucket, tile, tiles, placement, number, gradients, -1)
     reader = max(at for at, each in enumerate(made) if gradients[-1] in each.reads)
     made[reader] = replace(made[reader], dead=(*made[reader].dead, *gradients))
     return made, _ends(scheduler, made, bucket, tile, tiles)
@@ -91,34 +92,34 @@ def _ends(scheduler: Buckets, made: list[OffDevice], bucket: int, tile: int, til
 
 
 def update_late(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, placement: Placement, number: int, gradient: int
 ) -> tuple[list[OffDevice], tuple[int, ...]]:
     """The update on the host beside a whole step, by a gradient of the step before, and the registers of its ends."""
-    own = replace(homes, parameters="host")  # copies elsewhere wait for that
+    own = replace(placement, parameters="host")  # copies elsewhere wait for that
     made = host_update(scheduler, bucket, tile, tiles, own, number, (gradient,), -1)
     return made, _ends(scheduler, made, bucket, tile, tiles)
 
 
 def follow_late(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, ends: tuple[int, ...], norm: int
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, placement: Placement, ends: tuple[int, ...], norm: int
 ) -> list[Instruction]:
     """Wait for the ``ends`` of :func:`update_late` behind the step beside which that ran, and let the copies follow."""
     behind: list[Instruction] = [WaitFetch(end) for end in ends]
-    if homes.parameters == "device":
+    if placement.parameters == "device":
         part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
-        size, reads = part.shards.at(homes).copies, (*ends[:1], norm) if norm >= 0 else ends[:1]
+        size, reads = part.shards.at(placement).copies, (*ends[:1], norm) if norm >= 0 else ends[:1]
         behind.append(Move("host", "device", "parameters", part.label, module, size, reads, (), (), bucket, tile))
     return behind
 
 
 def _update_through_device(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, placement: Placement, number: int, arrived: tuple[int, ...],
     norm: int,
 ) -> list[OffDevice]:  # fmt: skip
     """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
     part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
-    gradient, placed = part.shards.gradient, part.shards.at(homes)
-    slot, beside = slot_of(scheduler, "update", number), homes.parameters == "host"
+    gradient, placed = part.shards.gradient, part.shards.at(placement)
+    slot, beside = slot_of(scheduler, "update", number), placement.parameters == "host"
 
     def here(what: str, size: int, kind: Kind) -> tuple[int, ...]:
         key = ("on the device", what, bucket, tile, tiles)
@@ -141,7 +142,7 @@ def _update_through_device(
 
 
 def host_update(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, placement: Placement, number: int, arrived: tuple[int, ...],
     norm: int,
 ) -> list[OffDevice]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device.
@@ -152,12 +153,12 @@ def host_update(
         norm: the register that is ready when all gradients are; -1 where there are none.
     """
     part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
-    gradient, placed = part.shards.gradient, part.shards.at(homes)
+    gradient, placed = part.shards.gradient, part.shards.at(placement)
     staging, slot = rates.staging, slot_of(scheduler, "update", number)
     start = (norm,) if norm >= 0 else ()
     # An update on the host reads and writes memory of the host: all else passes a staging buffer.
     in_place = {"host", staging}
-    copies = homes.spilled not in in_place
+    copies = placement.spilled not in in_place
 
     def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
         key = ("staged", what, bucket, tile, tiles)
@@ -169,21 +170,21 @@ def host_update(
     instructions: list[OffDevice] = []
     gradients = staged("gradient", gradient, "gradient") if copies else ()
     # Parameters without a copy are read and written like states, where they live on a disk.
-    shared = placed.shared * is_disk(homes.parameters)
-    states = staged("states", placed.optimizer + shared, "state") if homes.optimizer not in in_place else ()
-    if homes.spilled == "device" and copies:
+    shared = placed.shared * is_disk(placement.parameters)
+    states = staged("states", placed.optimizer + shared, "state") if placement.optimizer not in in_place else ()
+    if placement.spilled == "device" and copies:
         reads = (*start, *arrived)
         instructions.append(
             Move("device", "host", "gradient", part.label, module, gradient, reads, gradients, (), bucket, tile, slot)
         )
-    # None is farther than the optimizer's home, so that all of a bucket that is on a disk is on that one.
-    disk, spilled, leaves = homes.optimizer, is_disk(homes.gradients), is_disk(homes.parameters)
+    # None is farther than the optimizer's tier, so that all of a bucket that is on a disk is on that one.
+    disk, spilled, leaves = placement.optimizer, is_disk(placement.gradients), is_disk(placement.parameters)
     read = states + gradients * spilled
     if read:
         size = (placed.optimizer + shared) * bool(states) + gradient * spilled
-        reads = (*start, *(() if homes.gradients == "device" else arrived))
+        reads = (*start, *(() if placement.gradients == "device" else arrived))
         instructions.append(Move(disk, "host", "states", part.label, module, size, reads, read, (), bucket, tile, slot))
-    copy = staged("copy", placed.copies, "param") if homes.parameters not in in_place else ()
+    copy = staged("copy", placed.copies, "param") if placement.parameters not in in_place else ()
     inputs = (*start, *(() if copies else arrived), *gradients, *states)
     instructions.append(
         HostUpdate(
@@ -206,7 +207,7 @@ def host_update(
         instructions.append(
             Move("host", disk, "states", part.label, module, size, writes, (), writes, bucket, tile, slot)
         )
-    if homes.parameters == "device" and copy:
+    if placement.parameters == "device" and copy:
         instructions.append(
             Move("host", "device", "parameters", part.label, module, placed.copies, copy, (), copy, bucket, tile, slot)
         )
@@ -231,16 +232,18 @@ def update_program(
     for each in backward.instructions if backward is not None else ():
         if isinstance(each, Move) and each.what == "gradient" and not each.rises:
             arrived[each.bucket] = each.writes
-    away = list[int]()
+    offloaded = list[int]()
     if streams is not None:
         known = _Known(names, streams, registers, plan.buckets, kept)
-        there = (b.index for b in plan.buckets if b.homes.optimizer != "device" and b.index not in inside)
-        away = [index for index in there if known.bucket_parts(index, 1)[0].shards.at(APART).optimizer]
-        for number, bucket in enumerate(away):
-            homes = plan.buckets[bucket].homes
-            instructions += update_away(known, bucket, 0, 1, plan.update, homes, number, arrived.get(bucket, ()), -1)
-    whole = device_update([bucket.params for bucket in plan.buckets], [*away, *inside], plan.world_size, kept)
-    if whole.sizes or not (away or inside):
+        there = (b.index for b in plan.buckets if b.placement.optimizer != "device" and b.index not in inside)
+        offloaded = [index for index in there if known.bucket_parts(index, 1)[0].shards.at(APART).optimizer]
+        for number, bucket in enumerate(offloaded):
+            placement = plan.buckets[bucket].placement
+            instructions += update_offloaded(
+                known, bucket, 0, 1, plan.update, placement, number, arrived.get(bucket, ()), -1
+            )
+    whole = device_update([bucket.params for bucket in plan.buckets], [*offloaded, *inside], plan.world_size, kept)
+    if whole.sizes or not (offloaded or inside):
         last = streams is not None and streams.staging != "device"
         instructions.insert(len(instructions) if last else 0, whole)  # as coarse programs have it
     contents, segments = tuple(registers.contents), backward.segments if backward is not None else ()
@@ -256,7 +259,7 @@ def with_updates_inside(
     so, and the buckets that these are of. The others' are behind it."""
     registers, gradients, found = Registers(backward.contents), dict[int, tuple[int, ...]](), list[int]()
     known = _Known(backward.buckets, rates, registers, plan.buckets, kept)
-    inside = {b.index for b in plan.buckets if plan.updated_inside(b) and b.homes.optimizer != "device"}
+    inside = {b.index for b in plan.buckets if plan.updated_inside(b) and b.placement.optimizer != "device"}
     instructions = list[Instruction]()
     for each in backward.instructions:
         match each:
@@ -268,8 +271,8 @@ def with_updates_inside(
                     continue  # the update takes what would leave
                 gradients[each.bucket] = each.writes
             case BeginUpdate(bucket=bucket) if bucket in gradients:
-                homes = plan.homes_of(plan.buckets[bucket])
-                instructions += update_beside(known, bucket, 0, 1, homes, len(found), gradients[bucket])[0]
+                placement = plan.placement_of(plan.buckets[bucket])
+                instructions += update_beside(known, bucket, 0, 1, placement, len(found), gradients[bucket])[0]
                 found.append(bucket)
         instructions.append(each)
     contents = tuple(registers.contents)

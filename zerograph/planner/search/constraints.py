@@ -11,7 +11,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
 from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import OFFLOADS, Offload, Overlap, Update
-from zerograph.planner.programs.homes import open_tiers
+from zerograph.planner.programs.open_placements import open_tiers
 
 PREFETCHES = (0, DEFAULT_PREFETCH, 2, 4)
 EXACT: tuple[Overlap, ...] = ("none", "forward", "backward")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import gathered_bytes
-from zerograph.core.plan import DEVICE, Homes, Plan
+from zerograph.core.plan import DEVICE, Placement, Plan
 from zerograph.planner.programs.placement import APART
 from zerograph.planner.search.search_space import SearchSpace
 
@@ -190,25 +190,25 @@ def tiles(space: SearchSpace) -> Decision:
     )  # fmt: skip
 
 
-def homes(space: SearchSpace, open_homes: Sequence[Homes]) -> Decision:
-    """Where the shards of each bucket live; what has nothing to move to a home stays on the device."""
+def placements(space: SearchSpace, open_placements: Sequence[Placement]) -> Decision:
+    """Where the shards of each bucket live; what has nothing to offload stays on the device."""
     parts = {b.index: space.scheduler.bucket_parts(b.index, 1)[0].shards.at(APART) for b in space.plan.buckets}
     sizes = {index: part.optimizer + part.frozen for index, part in parts.items()}
-    choices: dict[Item, Sequence[Homes]] = {}
+    choices: dict[Item, Sequence[Placement]] = {}
     for index in by_reward([index for index, size in sizes.items() if size], sizes.__getitem__):
         trained = any(p.sharded and p.trainable for p in space.plan.buckets[index].params)
         choices[index] = tuple(
-            # A bucket that trains nothing has no gradients and states: homes of these alone would move nothing.
-            dict.fromkeys(home if trained or home.parameters != "device" else DEVICE for home in open_homes)
+            # A bucket that trains nothing has no gradients and states: placements of these alone would move nothing.
+            dict.fromkeys(each if trained or each.parameters != "device" else DEVICE for each in open_placements)
         )
-    frugal = [home for home in open_homes if home.on_one_tier] or open_homes
+    frugal = [each for each in open_placements if each.on_one_tier] or open_placements
     return Decision(
         choices,
-        lambda plan: {index: plan.buckets[index].homes for index in choices},
-        lambda plan, values: _with_buckets(plan, "homes", values),
+        lambda plan: {index: plan.buckets[index].placement for index in choices},
+        lambda plan, values: _with_buckets(plan, "placement", values),
         ordered=False,
         alike=_parts(space),
-        frugal=[{index: home for index, own in choices.items() if home in own} for home in frugal],
+        frugal=[{index: each for index, own in choices.items() if each in own} for each in frugal],
     )
 
 
@@ -255,7 +255,7 @@ def recompute_options(space: SearchSpace) -> Decision:
     )
 
 
-def layers_away(space: SearchSpace, tiers: Sequence[Tier]) -> Decision:
+def offloaded_layers(space: SearchSpace, tiers: Sequence[Tier]) -> Decision:
     """Where all that a layer saves waits for the backward."""
     saved = _saved(space)
 
@@ -281,7 +281,7 @@ def layers_away(space: SearchSpace, tiers: Sequence[Tier]) -> Decision:
     return Decision(dict.fromkeys(saved, places), read, apply, ordered=False, alike=sizes, frugal=frugal)
 
 
-def activations_away(space: SearchSpace, tiers: Sequence[Tier]) -> Decision:
+def offloaded_activations(space: SearchSpace, tiers: Sequence[Tier]) -> Decision:
     """Where each saved activation waits for the backward, for steps of few."""
     saved = _saved(space)
     names = [name for own in saved.values() if len(own) > 1 for name in own]

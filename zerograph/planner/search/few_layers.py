@@ -271,12 +271,12 @@ def _carried(plan: Plan, source: SearchSpace, target: SearchSpace, does_as: Mapp
         found["recompute"], found["save"] = profile.recomputed(
             [now[does_as.get(layer, layer)] for layer in profile.layers]
         )
-    away: dict[str, list[tuple[str, Any]]] = {}
+    offloaded: dict[str, list[tuple[str, Any]]] = {}
     for name, tier in plan.offload:
         layer = layer_of_activation(name) or name
-        away.setdefault(layer, []).append((name[len(layer) :], tier))
+        offloaded.setdefault(layer, []).append((name[len(layer) :], tier))
     found["offload"] = tuple(
-        (layer + rest, tier) for layer in profile.layers for rest, tier in away.get(does_as.get(layer, layer), ())
+        (layer + rest, tier) for layer in profile.layers for rest, tier in offloaded.get(does_as.get(layer, layer), ())
     )
     return replace(target.plan, buckets=buckets, **found)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zerograph.core.config import DEFAULT_PREFETCH
 from zerograph.core.machine import Tier
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Placement
 from zerograph.planner.search import decisions
 from zerograph.planner.search.constraints import PREFETCHES, Constraints
 from zerograph.planner.search.decisions import Decision
@@ -45,16 +45,16 @@ def _only(decision: Decision, choice: object) -> Decision:
 
 
 def all_decisions(
-    space: SearchSpace, constraints: Constraints, homes: Sequence[Homes], tiers: Sequence[Tier]
+    space: SearchSpace, constraints: Constraints, placements: Sequence[Placement], tiers: Sequence[Tier]
 ) -> list[Decision]:
     """The decisions where something may leave the device, or be tiled."""
     found = staying(space, constraints)
     if constraints.tiles:
         found.append(decisions.tiles(space))
     if tiers and space.scheduler.profile.training:
-        found.append(decisions.homes(space, homes))
+        found.append(decisions.placements(space, placements))
         if constraints.activations:
-            found += (decisions.layers_away(space, tiers), decisions.activations_away(space, tiers))
+            found += (decisions.offloaded_layers(space, tiers), decisions.offloaded_activations(space, tiers))
             found.append(decisions.of_step("fetch_ahead", FETCHES))
     return found
 

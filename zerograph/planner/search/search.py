@@ -29,7 +29,7 @@ from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS
 from zerograph.core.step import Step
 from zerograph.planner.profile.liveness import Graph
-from zerograph.planner.programs.homes import open_homes
+from zerograph.planner.programs.open_placements import open_placements
 from zerograph.planner.search.constraints import EXACT, PREFETCHES, Constraints, fixed_once, same_variants
 from zerograph.planner.search.decisions import first
 from zerograph.planner.search.deep_search import DeepSearch, Look
@@ -44,8 +44,8 @@ FIXED, FIXED_AWAY = 64, 32
 then takes ten times as long, for 24 layers 0.3 and 6 CPU seconds."""
 LARGE = 512
 """Buckets from which on a deep step is looked at with everything open and with all parameters off the device, and not
-with other things fixed: that leaves the fewest homes of all, so a local search finds most there. Both look at twice as
-many plans; every other look at 128 layers would take a CPU second."""
+with other things fixed: that leaves the fewest placements of all, so a local search finds most there. Both look at
+twice as many plans; every other look at 128 layers would take a CPU second."""
 
 
 class Search:
@@ -88,7 +88,7 @@ class Search:
             self.variants = variants_of(Graph.of(step), constraints, machine) if like is None else like.variants
             self.states = sum(state_bytes(step.params, constraints.world_size, moments)) if states is None else states
             self.tiers = constraints.tiers(machine)
-            self.homes = open_homes(constraints.offload, self.tiers, constraints.sharding)
+            self.placements = open_placements(constraints.offload, self.tiers, constraints.sharding)
             # The first variant has the loss whole, or as it is fixed: what stays on the device is of that one, unless
             # tiles of the loss are all that is open.
             known = [] if like is None else like._every_space
@@ -102,14 +102,17 @@ class Search:
             if self._deep is not None:
                 return
             found = LocalSearch()
-            if DEVICE in self.homes:
+            if DEVICE in self.placements:
                 tiled = constraints.loss is not None or constraints.tokens is not None
                 stay = spaces if tiled and not (self.tiers or constraints.tiles) else self.spaces
                 found.explore({space: staying(space, constraints) for space in stay}, WORK)
             if self.tiers or constraints.tiles:
-                open_decisions = {s: all_decisions(s, constraints, self.homes, self.tiers) for s in spaces}
+                open_decisions = {s: all_decisions(s, constraints, self.placements, self.tiers) for s in spaces}
                 found.explore(
-                    open_decisions, work * (1 if DEVICE in self.homes else 2), groups=GROUPS, tile=constraints.tiles
+                    open_decisions,
+                    work * (1 if DEVICE in self.placements else 2),
+                    groups=GROUPS,
+                    tile=constraints.tiles,
                 )
             best = list(found.best)
             for one in self.with_one_fixed() if thorough else ():
@@ -192,12 +195,12 @@ class Search:
 def _look(constraints: Constraints, few: Sequence[SearchSpace], tiers: Sequence[Tier]) -> Look:
     """The decisions that ``constraints`` leave open for plans that stay on the device, and for all."""
     tiers = () if constraints.offload == "none" else tuple(tier for tier in tiers if constraints.tier in (None, tier))
-    homes = open_homes(constraints.offload, tiers, constraints.sharding)
+    placements = open_placements(constraints.offload, tiers, constraints.sharding)
     leaves = bool(tiers) or constraints.tiles
     fixed = constraints.loss not in (None, "auto") and constraints.tokens != "auto"
     stay = [space for space in few if variant_of(space.plan) == (1, 1) or not leaves or fixed]
-    stays = {space: staying(space, constraints) for space in stay if DEVICE in homes}
-    return stays, {space: all_decisions(space, constraints, homes, tiers) for space in few if leaves}
+    stays = {space: staying(space, constraints) for space in stay if DEVICE in placements}
+    return stays, {space: all_decisions(space, constraints, placements, tiers) for space in few if leaves}
 
 
 def smallest(
@@ -213,11 +216,11 @@ def smallest(
         constraints, bucket_size=BUCKET_SIZES[0] if constraints.bucket_size is None else constraints.bucket_size
     )
     tiers = constraints.tiers(machine)
-    homes = open_homes(constraints.offload, tiers, constraints.sharding)
+    placements = open_placements(constraints.offload, tiers, constraints.sharding)
     with without_gc():
         return [
             space.of(plan)
             for variant in known or variants_of(Graph.of(step), constraints, machine)
             for space in spaces_of(step, constraints, machine, states, moments, variant)
-            for plan in first(space.plan, all_decisions(space, constraints, homes, tiers), least=True)
+            for plan in first(space.plan, all_decisions(space, constraints, placements, tiers), least=True)
         ]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zerograph.core.arguments import paths, require
 from zerograph.core.errors import ShardingError
 from zerograph.runtime.dtensors import is_sharded
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import placed_as
 from zerograph.sharding.adopt import replace_everywhere
 from zerograph.sharding.adoption import Adoption
@@ -36,7 +36,7 @@ Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None
 @dataclass(slots=True)
 class UnmadeTensor:
     """A parameter or buffer without memory: its names, where it lives, and this rank's part once it has values;
-    ``leaves`` if it is a shard, which may live off the device, ``home`` if that is on the host of an accelerator."""
+    ``leaves`` if it is a shard, which may live off the device, ``on_host`` if that is on the host of an accelerator."""
 
     tensor: Tensor
     persistent: bool
@@ -44,7 +44,7 @@ class UnmadeTensor:
     at: list[tuple[nn.Module, str]] = field(default_factory=list)
     local: Tensor | None = None
     leaves: bool = False
-    home: bool = False
+    on_host: bool = False
 
     @property
     def rows(self) -> int:
@@ -116,7 +116,7 @@ def _empty_slots(model: nn.Module) -> list[UnmadeTensor]:
                 slot.names.append(plain_name(f"{prefix}.{attribute}".lstrip(".")))
                 spec = module.__dict__.get("_zg_specs", {}).get(attribute)
                 slot.leaves |= spec is not None and spec.sharded
-                slot.home |= spec is not None and spec.device is not None
+                slot.on_host |= spec is not None and spec.device is not None
                 if (module, attribute) not in slot.at:
                     slot.at.append((module, attribute))
     return list(slots.values())
@@ -143,7 +143,7 @@ def _initialize(
     names = {module: name for name, module in model.named_modules()}
     # All shards before the first full tensor: otherwise they come to lie between the holes that those leave.
     empty = [slot for slot in slots if slot.local is None]
-    shards = {id(slot): room.empty(local_of(slot.tensor), leaves=slot.leaves, home=slot.home) for slot in empty}
+    shards = {id(slot): room.empty(local_of(slot.tensor), leaves=slot.leaves, on_host=slot.on_host) for slot in empty}
     for unit in _units(model):
         places = {(m, a): by_place[m, a] for m in unit for a in (*m._parameters, *m._buffers) if (m, a) in by_place}
         if all(slot.local is not None for slot in places.values()):

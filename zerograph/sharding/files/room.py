@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerograph.runtime.homes.host import HostMemory
-from zerograph.runtime.homes.hosted import home_for
-from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.offload.host import HostMemory
+from zerograph.runtime.offload.hosted import host_like
+from zerograph.runtime.offload.shards import ShardStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Room:
     store: ShardStore | None = None
     host: HostMemory | None = None
 
-    def empty(self, like: Tensor, *, leaves: bool, home: bool) -> Tensor:
-        """Memory for a tensor as ``like``; ``leaves`` says whether it is a shard, and no buffer or scalar, ``home``
+    def empty(self, like: Tensor, *, leaves: bool, on_host: bool) -> Tensor:
+        """Memory for a tensor as ``like``; ``leaves`` says whether it is a shard, and no buffer or scalar, ``on_host``
         whether it belongs on the host of an accelerator."""
-        if self.host is not None and home:
-            return home_for(like, self.host)
+        if self.host is not None and on_host:
+            return host_like(like, self.host)
         if self.store is not None and leaves and like.numel():
             return self.store.early.make(like)
         return torch.empty_like(like, device=self.device)

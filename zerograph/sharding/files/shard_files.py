@@ -29,7 +29,7 @@ class TensorToRead(Protocol):
     names: list[str]
     local: Tensor | None
     leaves: bool
-    home: bool
+    on_host: bool
 
 
 def read_files(
@@ -124,7 +124,7 @@ def _read_all(slots: Sequence[TensorToRead], found: dict[int, tuple[Any, str]], 
 
 
 def _read(slot: TensorToRead, file: Any, name: str, room: Room) -> None:
-    local = room.empty(local_of(slot.tensor), leaves=slot.leaves, home=slot.home)
+    local = room.empty(local_of(slot.tensor), leaves=slot.leaves, on_host=slot.on_host)
     if slot.tensor.ndim == 0:
         # safetensors cuts slices of at least one dimension.
         local.copy_(file.get_tensor(name))

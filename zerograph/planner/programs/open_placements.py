@@ -7,16 +7,19 @@ from typing import Literal
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import OFFLOAD_TIERS, Machine, OffloadTier, Tier, is_disk
-from zerograph.core.plan import Homes, Offload, level_at
+from zerograph.core.plan import Offload, Placement, level_at
 
 
-def _with_states_on(tier: Tier) -> tuple[Homes, ...]:
-    between = (Homes("host", "host", tier),) if is_disk(tier) else ()
-    return Homes("device", "device", tier), Homes("device", tier, tier), *between, Homes(tier, tier, tier)
+def _with_states_on(tier: Tier) -> tuple[Placement, ...]:
+    between = (Placement("host", "host", tier),) if is_disk(tier) else ()
+    return Placement("device", "device", tier), Placement("device", tier, tier), *between, Placement(tier, tier, tier)
 
 
-HOMES: tuple[Homes, ...] = (Homes(), *(homes for tier in OFFLOAD_TIERS for homes in _with_states_on(tier)))
-"""The homes that the search looks at, from near to far."""
+PLACEMENTS: tuple[Placement, ...] = (
+    Placement(),
+    *(placement for tier in OFFLOAD_TIERS for placement in _with_states_on(tier)),
+)
+"""The placements that the search looks at, from near to far."""
 
 
 def open_tiers(
@@ -39,15 +42,15 @@ def open_tiers(
     return found
 
 
-def open_homes(offload: Offload | Literal["auto"], tiers: Sequence[Tier], stage: int) -> tuple[Homes, ...]:
-    """Those of :data:`HOMES` that ``offload`` leaves open on ``tiers`` at ``stage``.
+def open_placements(offload: Offload | Literal["auto"], tiers: Sequence[Tier], stage: int) -> tuple[Placement, ...]:
+    """Those of :data:`PLACEMENTS` that ``offload`` leaves open on ``tiers`` at ``stage``.
 
     "auto" leaves all open; "optimizer", "gradients" and "parameters" fix what leaves the device: that and what comes
     before it, and nothing else.
     """
     least = 0 if offload == "auto" else level_at(stage, offload)
-    open_ = [homes for homes in HOMES if homes.away <= set(tiers) and homes.least_stage <= stage]
+    open_ = [p for p in PLACEMENTS if p.offload_tiers <= set(tiers) and p.least_stage <= stage]
     if offload in ("none", "auto"):
         return tuple(open_)
     # What leaves was given: neither less nor more may.
-    return tuple(homes for homes in open_ if homes.least_stage == least)
+    return tuple(p for p in open_ if p.least_stage == least)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from zerograph.runtime.homes.extents import ALIGNMENT
+from zerograph.runtime.offload.extents import ALIGNMENT
 from zerograph.runtime.timings import Purpose, TimedUpdate
 
 UNIT = ALIGNMENT // 2
@@ -29,7 +29,7 @@ class ShardRun(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Shards of one bucket and dtype whose homes are the same.
+    """Shards of one bucket and dtype whose placements are the same.
 
     Attributes:
         name: of the bucket.

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from zerograph.runtime.homes.blocks import Block, StatePlace
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.hosted import HostShards
+from zerograph.runtime.offload.blocks import Block, StatePlace
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.hosted import HostShards
 from zerograph.runtime.torch_private import local_tensor
 
 PARAMETER, COPY, GRADIENT = "parameter", "copy", "gradient"
@@ -17,16 +17,16 @@ states: no optimizer has these for a state's name."""
 
 
 class Locations:
-    """The homes that parameters have by now.
+    """Where parameters are by now.
 
     Attributes:
         params: the outward parameters by name, now and later.
         host: what is there; None where its memory is the device's.
         blocks: by parameter, of those of which anything is on NVMe.
         parameters, copied: the extents of a block's parameters, and of their copies in the compute dtype.
-        away: by parameter that is itself on the host or NVMe, its address there.
+        offloaded: by parameter that is itself on the host or NVMe, its address there.
         on_host: of these, those on the host.
-        changes: how often homes were given.
+        changes: how often parameters were placed.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -35,7 +35,7 @@ class Locations:
         self.blocks: dict[str, Block] = {}
         self.parameters: dict[Block, Extent] = {}
         self.copied: dict[Block, Extent] = {}
-        self.away: dict[str, int] = {}
+        self.offloaded: dict[str, int] = {}
         self.on_host: set[str] = set()
         self.changes = 0
 
@@ -54,17 +54,17 @@ class Locations:
         return {id(p): name for name, p in self.params.items()}
 
     def has_left(self, name: str) -> bool:
-        """Whether a parameter has been given other memory than its home, as by ``model.to(dtype)``: it is forgotten
-        then."""
-        if name not in self.away or self.local(name).data_ptr() == self.away[name]:
+        """Whether a parameter has been given other memory than it was placed in, as by ``model.to(dtype)``: it is
+        forgotten then."""
+        if name not in self.offloaded or self.local(name).data_ptr() == self.offloaded[name]:
             return False
-        del self.away[name]
+        del self.offloaded[name]
         self.on_host.discard(name)
         return True
 
     def is_apart(self, name: str) -> bool:
         """Whether a parameter is in the host's memory, which is not the device's."""
-        return self.host is not None and self.host.is_home(self.local(name))
+        return self.host is not None and self.host.holds(self.local(name))
 
     @property
     def names_on_host(self) -> set[str]:

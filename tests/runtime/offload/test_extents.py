@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.runtime.homes.extents import ALIGNMENT, Extent, FreeList
+from zerograph.runtime.offload.extents import ALIGNMENT, Extent, FreeList
 
 
 @given(st.lists(st.one_of(st.integers(0, 40_000), st.none()), max_size=60))

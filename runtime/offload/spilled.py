@@ -20,11 +20,11 @@ from torch import Tensor
 import zerograph._core as _core
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import ParamTile
-from zerograph.runtime.homes.blocks import UNIT, Block, ShardRun
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.host import AfterCopies
-from zerograph.runtime.homes.nvme import Arena, Ticket, huge_tensor
-from zerograph.runtime.homes.store import mapped_tensor
+from zerograph.runtime.offload.blocks import UNIT, Block, ShardRun
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.host import AfterCopies
+from zerograph.runtime.offload.nvme import Arena, Ticket, huge_tensor
+from zerograph.runtime.offload.store import mapped_tensor
 from zerograph.runtime.torch_private import (
     Memory,
     accumulated_directly,
@@ -196,7 +196,7 @@ class SpilledGradients:
             with contextlib.suppress(StorageError):  # the first error is on its way to the caller
                 self._settle(turn)
 
-    def home(self, block: Block) -> tuple[Extent, int] | None:
+    def extent_of(self, block: Block) -> tuple[Extent, int] | None:
         """Where the gradients of ``block`` are that were written last, and the address of their mapping; None where
         nobody holds any."""
         extent = self._extents.get(block)

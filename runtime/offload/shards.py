@@ -6,7 +6,7 @@ a copy on the device: one that stays there, or where parameters have left too, o
 Tensors on NVMe lie in extents of one arena. The shards of a bucket lie there one behind another, so that an update
 moves many small ones in one transfer. Each kind of state (a moment, a master copy) has an extent of its own, in which a
 parameter has the same place, counted in elements. Whoever does not know of extents, a checkpoint or a stock optimizer,
-sees ordinary tensors: mappings of them (:func:`~zerograph.runtime.homes.store.mapped_tensor`).
+sees ordinary tensors: mappings of them (:func:`~zerograph.runtime.offload.store.mapped_tensor`).
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from torch.optim import Optimizer
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import is_disk
 from zerograph.core.placement import Unplanned, copy_tier, values_tier
-from zerograph.core.plan import Bucket, Homes, Param, Plan
+from zerograph.core.plan import Bucket, Param, Placement, Plan
 from zerograph.runtime import delayed
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.delayed import DelayedUpdate
-from zerograph.runtime.homes.blocks import UNIT, Block
-from zerograph.runtime.homes.copies import Copies
-from zerograph.runtime.homes.early import EarlyParameters
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.fetches import Fetches
-from zerograph.runtime.homes.gradients import GradientHome
-from zerograph.runtime.homes.hosted import Copy
-from zerograph.runtime.homes.locations import COPY, PARAMETER, Locations
-from zerograph.runtime.homes.nvme import Arena
-from zerograph.runtime.homes.room import ArenaRoom
-from zerograph.runtime.homes.saved import SavedActivations
-from zerograph.runtime.homes.slots import Slots
-from zerograph.runtime.homes.states import StateHome
-from zerograph.runtime.homes.store import mapped_tensor
+from zerograph.runtime.offload.blocks import UNIT, Block
+from zerograph.runtime.offload.copies import Copies
+from zerograph.runtime.offload.early import EarlyParameters
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.fetches import Fetches
+from zerograph.runtime.offload.gradients import OffloadedGradients
+from zerograph.runtime.offload.hosted import Copy
+from zerograph.runtime.offload.locations import COPY, PARAMETER, Locations
+from zerograph.runtime.offload.nvme import Arena
+from zerograph.runtime.offload.room import ArenaRoom
+from zerograph.runtime.offload.saved import SavedActivations
+from zerograph.runtime.offload.slots import Slots
+from zerograph.runtime.offload.states import OffloadedStates
+from zerograph.runtime.offload.store import mapped_tensor
 from zerograph.runtime.timings import Timings
 from zerograph.runtime.torch_private import local_tensor, set_local, versions
 
 
 class ShardStore:
-    """The homes of one backend's parameters; they are given once, by the first plan that has some for a parameter.
+    """The placement of one backend's parameters; it is given once, by the first plan that has one for a parameter.
 
     Attributes:
         locations: where each parameter lies.
         room: what there is on NVMe.
         slots: that states pass through.
-        gradients: on their way to their homes.
+        gradients: on their way to their tiers.
         copies: that are gathered in place of parameters.
         fetches: of what is gathered.
         states: of optimizers, on NVMe.
@@ -69,10 +69,10 @@ class ShardStore:
         self.locations, self.timings = Locations(params), Timings()
         self.room = ArenaRoom(open_arena, self._reclaim)
         self.slots = Slots(self.room, self.locations, self.wait_for_gradients)
-        self.gradients = GradientHome(self.room, self.locations, self.slots)
+        self.gradients = OffloadedGradients(self.room, self.locations, self.slots)
         self.copies = Copies(self.room, self.locations, self.slots)
         self.fetches = Fetches(self.room, self.locations, self.copies)
-        self.states = StateHome(self.room, self.slots)
+        self.states = OffloadedStates(self.room, self.slots)
         self.early = EarlyParameters(self.room, self.locations, self.states.reclaim)
         self.saved = SavedActivations(lambda: self.locations.host.memory if self.locations.host is not None else None)
         self.unsettled: set[DelayedUpdate] = set()
@@ -85,17 +85,17 @@ class ShardStore:
         self.gradients.reclaim()
         self.saved.let_go()
 
-    # ---- homes
+    # ---- placement
 
     def settle(
         self,
         plan: Plan,
         moments: int,
         moved: Callable[[Tensor], None] = lambda _: None,
-        rest: Homes | None = None,
+        rest: Placement | None = None,
         activations: int = 0,
     ) -> None:
-        """Give homes to the parameters of ``plan`` that have none yet.
+        """Place the parameters of ``plan`` that have no place yet.
 
         :mod:`zerograph.core.placement` says where each lies, and what is gathered of it.
 
@@ -110,7 +110,7 @@ class ShardStore:
         """
         self.fetches.settle_following()  # a frame is compiled between a step and the end of its forward: memory moves
         self.copies.updates = plan.update
-        own = {param.name: bucket.homes for bucket in plan.buckets for param in bucket.params}
+        own = {param.name: bucket.placement for bucket in plan.buckets for param in bucket.params}
         masters = any(p.is_master for b in plan.buckets for p in b.params)
         if activations > self.saved.room:
             self.reserve(own, rest or plan.farthest, masters, moments, activations=activations)
@@ -120,14 +120,14 @@ class ShardStore:
                 self.saved.arenas.append(more)
             self.saved.room = max(self.saved.room, activations)
         for bucket in plan.buckets:
-            if "host" in (bucket.homes.parameters, bucket.homes.optimizer):
+            if "host" in (bucket.placement.parameters, bucket.placement.optimizer):
                 self._move_to_host(bucket, moved)
-            if not is_disk(bucket.homes.optimizer):
+            if not is_disk(bucket.placement.optimizer):
                 continue
             new = [p for p in bucket.params if p.sharded and p.name not in self.locations.blocks]
-            away = is_disk(bucket.homes.parameters)
+            remote = is_disk(bucket.placement.parameters)
             kinds: dict[tuple[bool, str], list[Param]] = {}
-            for param in new if away else [p for p in new if p.trainable]:
+            for param in new if remote else [p for p in new if p.trainable]:
                 kinds.setdefault((param.trainable, param.dtype), []).append(param)
             for params in kinds.values():
                 self.reserve(own, rest or plan.farthest, masters, moments)
@@ -137,8 +137,8 @@ class ShardStore:
 
     def reserve(
         self,
-        own: Mapping[str, Homes],
-        rest: Homes,
+        own: Mapping[str, Placement],
+        rest: Placement,
         masters: bool,
         moments: int,
         *,
@@ -148,8 +148,8 @@ class ShardStore:
         """Make room for all of the model, where there is none yet: other frames read the rest of it.
 
         Args:
-            own: homes by parameter, as far as they are known.
-            rest: homes of the others.
+            own: placements by parameter, as far as they are known.
+            rest: that of the others.
             masters: 16 bits compute, so that parameters in float32 are masters.
             moments: as :meth:`settle` has it.
             early: parameters will lie apart at first, until they are moved to their buckets.
@@ -162,43 +162,43 @@ class ShardStore:
             return
         single, total, split = torch.float32.itemsize, 0, self.locations.host is not None
         for name, param in self.locations.params.items():
-            homes = own.get(name, rest)
-            if not is_disk(homes.optimizer):
+            placement = own.get(name, rest)
+            if not is_disk(placement.optimizer):
                 continue
             # Frozen ones count as if they trained, since they may later.
             unplanned = Unplanned(True, masters and param.dtype == torch.float32)
-            each = param.itemsize * (is_disk(values_tier(unplanned, homes, split)) + early)
-            each += torch.bfloat16.itemsize * is_disk(copy_tier(unplanned, homes, split))
+            each = param.itemsize * (is_disk(values_tier(unplanned, placement, split)) + early)
+            each += torch.bfloat16.itemsize * is_disk(copy_tier(unplanned, placement, split))
             if param.requires_grad:
                 # Of 16 bits an optimizer may keep a master.
                 each += (moments + (param.itemsize < single)) * single
-                each += param.itemsize * is_disk(homes.gradients)
+                each += param.itemsize * is_disk(placement.gradients)
             total += -(-local_tensor(param).numel() // UNIT) * UNIT * each
         arena = self.room.reserve(total + activations)
         self.saved.arenas, self.saved.room = [arena], arena.size - total
 
     def _move_to_host(self, bucket: Bucket, moved: Callable[[Tensor], None]) -> None:
-        """Give parameters of a bucket their home on the host, where they are updated, or live and are not; what is
+        """Give parameters of a bucket their place on the host, where they are updated, or live and are not; what is
         gathered of them follows, on the device or beside them."""
-        homes, at = bucket.homes, self.locations
+        placement, at = bucket.placement, self.locations
         for described in bucket.params:
             name = described.name
             self.copies.known(name)
-            if not described.sharded or name in at.away or values_tier(described, homes, split=True) != "host":
+            if not described.sharded or name in at.offloaded or values_tier(described, placement, split=True) != "host":
                 continue
             self.early.bring_back([name], moved)
-            copy = at.hosted.copy_of(described, homes)
-            at.away[name] = at.local(name).data_ptr()
+            copy = at.hosted.copy_of(described, placement)
+            at.offloaded[name] = at.local(name).data_ptr()
             at.on_host.add(name)
             self.copies.add(name, copy)
             at.changes += 1
 
     def _house(self, bucket: Bucket, params: Sequence[Param], moved: Callable[[Tensor], None]) -> None:
-        """Give ``params`` of a bucket, of one dtype, their homes."""
+        """Give ``params`` of a bucket, of one dtype, their places."""
         at = self.locations
         block = Block.of(bucket.name, torch_dtype(params[0].dtype), {p.name: at.local(p.name).numel() for p in params})
-        homes, split = bucket.homes, at.host is not None
-        leaving = [p for p in params if is_disk(values_tier(p, homes, split))]
+        placement, split = bucket.placement, at.host is not None
+        leaving = [p for p in params if is_disk(values_tier(p, placement, split))]
         if leaving:
             extent = self.room.extent(block, block.dtype, "parameters")
             try:
@@ -208,13 +208,13 @@ class ShardStore:
                 self.room.arena.free(extent)
                 raise
             at.parameters[block] = extent
-        if any(is_disk(copy_tier(p, homes, split)) for p in leaving):
+        if any(is_disk(copy_tier(p, placement, split)) for p in leaving):
             at.copied[block] = self.room.extent(block, torch.bfloat16, "copies")
         for param in leaving:
-            self._leave(param, block, homes)
+            self._leave(param, block, placement)
             moved(at.params[param.name])
         at.blocks.update(dict.fromkeys(block.begins, block))
-        self.gradients.homes[block] = homes.gradients
+        self.gradients.tiers[block] = placement.gradients
 
     def _carry(self, described: Param, block: Block, extent: Extent) -> None:
         """Write the values of a parameter to its bucket's extent."""
@@ -234,26 +234,26 @@ class ShardStore:
             arena.wait(arena.read(source, part, offset=begin))
             arena.wait(arena.write(target, part, offset=offset + begin))
 
-    def _leave(self, described: Param, block: Block, homes: Homes) -> None:
+    def _leave(self, described: Param, block: Block, placement: Placement) -> None:
         """Let a parameter be what its bucket's extent holds of it; keep a copy that computes where it is a master, or
-        its home is nearer."""
+        its tier is nearer."""
         at = self.locations
         param = at.params[described.name]
         local, extent = local_tensor(param), at.parameters[block]
         offset = block.begins[described.name] * param.dtype.itemsize
         copy, dtype = None, torch_dtype(described.compute_dtype)
-        tier = copy_tier(described, homes, split=at.host is not None)
+        tier = copy_tier(described, placement, split=at.host is not None)
         if is_disk(tier):
             copy = Copy(None, dtype, None)
         elif at.host is not None:
-            copy = at.host.copy_of(described, homes)
+            copy = at.host.copy_of(described, placement)
         elif tier == "device":
             copy = Copy(local.detach().to(dtype), dtype, versions(param))
         self.copies.add(described.name, copy)
         self.early.leave(local)
-        home = mapped_tensor(self.room.arena, extent, param.dtype, (local.numel(),), offset)
-        set_local(param, home.as_strided(local.shape, local.stride()))
-        at.away[described.name] = home.data_ptr()
+        mapped = mapped_tensor(self.room.arena, extent, param.dtype, (local.numel(),), offset)
+        set_local(param, mapped.as_strided(local.shape, local.stride()))
+        at.offloaded[described.name] = mapped.data_ptr()
 
     # ---- steps
 
@@ -279,13 +279,13 @@ class ShardStore:
             self.room.opened.drop_pages(self.locations.parameters.values())
 
     def in_background(self, work: Callable[[], None], *, more: bool = False) -> Future[None]:
-        """Begin ``work`` in the background (:meth:`~zerograph.runtime.homes.slots.Slots.in_background`), when gradients
-        have left the slots."""
+        """Begin ``work`` in the background (:meth:`~zerograph.runtime.offload.slots.Slots.in_background`), when
+        gradients have left the slots."""
         self.gradients.wait_for_nvme()
         return self.slots.in_background(work, more=more)
 
     def wait_for_gradients(self) -> None:
-        """Return when all that are on their way are at their homes.
+        """Return when all that are on their way have arrived.
 
         Raises:
             StorageError: a transfer failed.
@@ -329,8 +329,8 @@ class ShardStore:
 
     def extent(self, owner: Optimizer, block: Block, name: str, dtype: torch.dtype) -> Extent:
         """Where the states ``name`` of a bucket are that ``owner`` keeps, or
-        :data:`~zerograph.runtime.homes.locations.PARAMETER` and
-        :data:`~zerograph.runtime.homes.locations.COPY` what these are."""
+        :data:`~zerograph.runtime.offload.locations.PARAMETER` and
+        :data:`~zerograph.runtime.offload.locations.COPY` what these are."""
         if name in (PARAMETER, COPY):
             return (self.locations.parameters if name == PARAMETER else self.locations.copied)[block]
         return self.states.extent(owner, block, name, dtype)

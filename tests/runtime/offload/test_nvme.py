@@ -27,9 +27,9 @@ from quick import examples
 import zerograph._core as _core
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
-from zerograph.runtime.homes import nvme
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.nvme import Arena, CancelledError, Priority, huge_tensor
+from zerograph.runtime.offload import nvme
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.nvme import Arena, CancelledError, Priority, huge_tensor
 
 MIB = 2**20
 ENGINES = ["threads"] + ["uring"] * (_core.has_uring() and _core.probe_uring() == 0)
@@ -431,7 +431,7 @@ def test_a_closed_arena_has_given_its_files_back(engine: str, tmp_path: Path) ->
 _BUSY = """
 import sys, time
 import zerograph._core as _core
-from zerograph.runtime.homes.nvme import huge_tensor
+from zerograph.runtime.offload.nvme import huge_tensor
 size, memory = 32 * 2**20, huge_tensor(32 * 2**20)
 slab = _core.Slab(sys.argv[1], size, naming=_core.Naming.named)
 engine = _core.IoEngine(sys.argv[2])
@@ -508,7 +508,7 @@ def test_other_files_of_the_folder_are_left_alone(tmp_path: Path) -> None:
 
 _FORKED = """
 import gc, os, sys, torch
-from zerograph.runtime.homes.nvme import Arena, huge_tensor
+from zerograph.runtime.offload.nvme import Arena, huge_tensor
 for engine in sys.argv[2:]:
     arena = Arena([sys.argv[1]], 2**24, engine=engine)
     extent, sent = arena.allocate(2**22), huge_tensor(2**22).fill_(5)

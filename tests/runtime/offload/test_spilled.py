@@ -16,11 +16,11 @@ import zerograph._core as _core
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import tile_params
 from zerograph.core.step import Param
-from zerograph.runtime.homes.blocks import Block
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.nvme import Arena, huge_tensor
-from zerograph.runtime.homes.room import ArenaRoom
-from zerograph.runtime.homes.spilled import PIECE, SpilledGradients
+from zerograph.runtime.offload.blocks import Block
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.nvme import Arena, huge_tensor
+from zerograph.runtime.offload.room import ArenaRoom
+from zerograph.runtime.offload.spilled import PIECE, SpilledGradients
 
 SIZES = {"a": (70, 3), "empty": (0, 3), "b": (PIECE + 900,)}
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zerograph.runtime.homes.background import Background
+from zerograph.runtime.offload.background import Background
 
 
 def test_works_one_after_another_and_waits_for_all() -> None:

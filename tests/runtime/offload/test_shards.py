@@ -1,7 +1,7 @@
 """Where states are: places in extents, what is reserved, and copies that follow what changes.
 
-Tests ``runtime/homes/locations.py``, ``runtime/homes/copies.py``, ``runtime/homes/early.py``,
-``runtime/homes/fetches.py``, ``runtime/homes/gradients.py`` and ``runtime/homes/states.py``.
+Tests ``runtime/offload/locations.py``, ``runtime/offload/copies.py``, ``runtime/offload/early.py``,
+``runtime/offload/fetches.py``, ``runtime/offload/gradients.py`` and ``runtime/offload/states.py``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
-from zerograph.core.plan import Bucket, Homes, Param, Plan
-from zerograph.runtime.homes.extents import ALIGNMENT
-from zerograph.runtime.homes.nvme import Arena
-from zerograph.runtime.homes.shards import UNIT, ShardStore
+from zerograph.core.plan import Bucket, Param, Placement, Plan
+from zerograph.runtime.offload.extents import ALIGNMENT
+from zerograph.runtime.offload.nvme import Arena
+from zerograph.runtime.offload.shards import UNIT, ShardStore
 
-NVME = Homes(optimizer="nvme")
+NVME = Placement(optimizer="nvme")
 
 
 def described(name: str, param: nn.Parameter, compute: str = "float32", sharded: bool = True) -> Param:
@@ -32,8 +32,8 @@ def store_of(folder: Path, params: dict[str, nn.Parameter]) -> ShardStore:
     return ShardStore(params, lambda size: Arena([folder], size))
 
 
-def plan_of(*buckets: tuple[Param, ...], homes: Homes = NVME, world_size: int = 2) -> Plan:
-    return Plan(3, world_size, tuple(Bucket(i, f"b{i}", p, "use", homes) for i, p in enumerate(buckets)), 1)
+def plan_of(*buckets: tuple[Param, ...], placement: Placement = NVME, world_size: int = 2) -> Plan:
+    return Plan(3, world_size, tuple(Bucket(i, f"b{i}", p, "use", placement) for i, p in enumerate(buckets)), 1)
 
 
 def owner() -> torch.optim.Optimizer:
@@ -64,9 +64,9 @@ def test_states_of_a_bucket_lie_one_behind_another(params: dict[str, nn.Paramete
     assert made["a"].untyped_storage().nbytes() == made["a"].nbytes  # whoever saves it saves that, and no more
     made["a"].fill_(7.0)
     assert made["b"].eq(0.5).all()
-    assert store.states.is_home(holder, places[id(params["a"])], "m", made["a"])
-    assert not store.states.is_home(holder, places[id(params["a"])], "m", made["a"].clone())
-    assert not store.states.is_home(owner(), places[id(params["a"])], "m", made["a"])
+    assert store.states.holds(holder, places[id(params["a"])], "m", made["a"])
+    assert not store.states.holds(holder, places[id(params["a"])], "m", made["a"].clone())
+    assert not store.states.holds(owner(), places[id(params["a"])], "m", made["a"])
 
 
 def test_a_state_that_is_asked_for_again_begins_anew(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
@@ -96,15 +96,15 @@ def test_what_was_made_on_nvme_and_stays_is_brought_into_memory(
     params: dict[str, nn.Parameter], tmp_path: Path
 ) -> None:
     store = store_of(tmp_path, params)
-    away, names = Homes("nvme", "nvme", "nvme"), ("a", "b")
-    store.reserve({}, away, masters=False, moments=2, early=True)
+    offloaded, names = Placement("nvme", "nvme", "nvme"), ("a", "b")
+    store.reserve({}, offloaded, masters=False, moments=2, early=True)
     wanted = {name: params[name].detach().clone() for name in names}
     for name in names:
         early = store.early.make(params[name])
         params[name].data = early.copy_(wanted[name])
     leaves, stays = (Bucket(i, name, (described(name, params[name]),), "use") for i, name in enumerate(names))
     seen = list[torch.Tensor]()
-    store.settle(Plan(3, 2, (replace(leaves, homes=away), stays), 1), 2, moved=seen.append)
+    store.settle(Plan(3, 2, (replace(leaves, placement=offloaded), stays), 1), 2, moved=seen.append)
     assert [any(p is params[name] for p in seen) for name in names] == [True, True]
     assert [store.room.arena.maps(params[name]) for name in names] == [True, False]
     assert all(torch.equal(params[name], wanted[name]) for name in names)
@@ -115,16 +115,16 @@ def test_what_was_made_on_nvme_and_stays_is_brought_into_memory(
 
 def test_room_is_reserved_for_what_leaves(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store = store_of(tmp_path, params)
-    store.reserve({"a": Homes()}, Homes(), masters=False, moments=2)
+    store.reserve({"a": Placement()}, Placement(), masters=False, moments=2)
     assert store.room.arena.size == 0
     store.room.opened = None
-    store.reserve({"b": NVME}, Homes(), masters=False, moments=2)
+    store.reserve({"b": NVME}, Placement(), masters=False, moments=2)
     assert store.room.arena.size == 3 * UNIT * 2 * 4  # 5000 elements in whole units, two moments
 
 
 def test_the_first_plan_decides(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store = store_of(tmp_path, params)
-    store.settle(plan_of((described("a", params["a"]),), homes=Homes()), 2)
+    store.settle(plan_of((described("a", params["a"]),), placement=Placement()), 2)
     assert store.room.opened is None and store.locations.places() == {}
     store.settle(plan_of((described("a", params["a"]),)), 2)
     first = store.locations.places()[id(params["a"])]
@@ -171,7 +171,7 @@ def test_a_parameter_that_cannot_be_written_stays_and_can_leave_later(
     arena = Arena([tmp_path], 2**20)
     store, before = ShardStore(params, lambda _: arena), {name: p.detach().clone() for name, p in params.items()}
     specs = [described(name, params[name]) for name in ("a", "b", "frozen")]
-    plan = plan_of(tuple(specs[:2]), tuple(specs[2:]), homes=Homes("nvme", "nvme", "nvme"))
+    plan = plan_of(tuple(specs[:2]), tuple(specs[2:]), placement=Placement("nvme", "nvme", "nvme"))
     arena._engine.inject([(FaultPoint.write, nth, 1, FaultEffect.error, errno.ENOSPC)])
     moved: list[torch.Tensor] = []
     with pytest.raises(StorageError, match="No space left"):

@@ -13,13 +13,13 @@ from zerograph.core.plan import Param, ParamTile
 from zerograph.core.program import Program
 from zerograph.runtime.buffers import BufferPool, tile_of
 from zerograph.runtime.delayed import ForwardUpdate
-from zerograph.runtime.homes.blocks import UNIT, Block, ShardRun
-from zerograph.runtime.homes.copies import Copies
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.host import Transfer
-from zerograph.runtime.homes.locations import Locations
-from zerograph.runtime.homes.nvme import Priority, Ticket, huge_tensor
-from zerograph.runtime.homes.room import ArenaRoom
+from zerograph.runtime.offload.blocks import UNIT, Block, ShardRun
+from zerograph.runtime.offload.copies import Copies
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.host import Transfer
+from zerograph.runtime.offload.locations import Locations
+from zerograph.runtime.offload.nvme import Priority, Ticket, huge_tensor
+from zerograph.runtime.offload.room import ArenaRoom
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Fetches:
         for update in list(self.following):
             update.wait_for({self._order[p.name] for p in params if p.name in self._order})
         at, host = self._locations, self._locations.host
-        if not at.away and host is None:
+        if not at.offloaded and host is None:
             return Fetch([tile_of(p, shard) for p, shard in zip(params, shards, strict=True)])
         fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
         on_host = set[str]()
@@ -87,9 +87,9 @@ class Fetches:
             name = param.name
             copy = self._copies.fresh(name)
             # Of another memory is what torch.func.functional_call has put in a parameter's place.
-            if not tile_of(param, shard).numel() or shard.data_ptr() != at.away.get(name):
+            if not tile_of(param, shard).numel() or shard.data_ptr() != at.offloaded.get(name):
                 found[name] = shard
-                if host is not None and host.is_home(shard):
+                if host is not None and host.holds(shard):
                     found[name] = shard.detach()  # nothing was planned yet
                     on_host.add(name)
             elif copy is not None and copy.tensor is not None:

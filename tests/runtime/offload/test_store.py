@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from quick import examples
 
 import zerograph._core as _core
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.nvme import Arena, huge_tensor
-from zerograph.runtime.homes.store import mapped_tensor
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.nvme import Arena, huge_tensor
+from zerograph.runtime.offload.store import mapped_tensor
 
 KIB = 2**10
 ENGINES = ["threads"] + ["uring"] * (_core.has_uring() and _core.probe_uring() == 0)

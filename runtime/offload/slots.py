@@ -10,11 +10,11 @@ from typing import Protocol
 from torch import Tensor
 
 from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
-from zerograph.runtime.homes.background import Background
-from zerograph.runtime.homes.blocks import UNIT
-from zerograph.runtime.homes.locations import Locations
-from zerograph.runtime.homes.nvme import huge_tensor
-from zerograph.runtime.homes.room import ArenaRoom
+from zerograph.runtime.offload.background import Background
+from zerograph.runtime.offload.blocks import UNIT
+from zerograph.runtime.offload.locations import Locations
+from zerograph.runtime.offload.nvme import huge_tensor
+from zerograph.runtime.offload.room import ArenaRoom
 
 
 class ReadsAhead(Protocol):

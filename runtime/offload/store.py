@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.nvme import Arena
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.nvme import Arena
 
 
 def mapped_tensor(arena: Arena, extent: Extent, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> Tensor:

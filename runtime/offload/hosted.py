@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from zerograph.core.placement import copy_tier
-from zerograph.core.plan import Homes, Param, ParamTile
+from zerograph.core.plan import Param, ParamTile, Placement
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.runtime.buffers import BufferPool, aligned, tile_of, torch_dtype
-from zerograph.runtime.homes.host import HostMemory, Pairs, Transfer
+from zerograph.runtime.offload.host import HostMemory, Pairs, Transfer
 from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, versions
 
 K = TypeVar("K")
@@ -78,20 +78,20 @@ class HostShards:
         self._slots: deque[tuple[Tensor, Transfer]] = deque()  # masters in the compute dtype
         self._arrived: dict[tuple[str, ...], list[Tensor]] = {}  # by whose they are, memory of the last gradients
 
-    def is_home(self, tensor: Tensor) -> bool:
+    def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is on the host, where that can be seen: on a split machine all is in one memory."""
         return tensor.device.type != self.memory.device.type
 
-    def copy_of(self, described: Param, homes: Homes) -> Copy | None:
+    def copy_of(self, described: Param, placement: Placement) -> Copy | None:
         """The copy to gather in place of a parameter that is off the device from now on, of values that are now in
         memory: on the device or on the host; None where the parameter itself is gathered."""
         param, dtype = self._params[described.name], torch_dtype(described.compute_dtype)
-        local, tier = local_tensor(param).detach(), copy_tier(described, homes, split=True)
+        local, tier = local_tensor(param).detach(), copy_tier(described, placement, split=True)
         if tier is None:
             return None
         if tier == "device":
             return Copy(local.to(self.memory.device, dtype, copy=True), dtype, versions(param))
-        cast = home_for(torch.empty_like(local, dtype=dtype, device="meta"), self.memory).copy_(local)
+        cast = host_like(torch.empty_like(local, dtype=dtype, device="meta"), self.memory).copy_(local)
         return Copy(None, dtype, versions(param), cast)
 
     def upload(self, names: Mapping[str, Copy]) -> None:
@@ -149,15 +149,15 @@ class HostShards:
         found = dict(zip(grads, _laid_out(room, self._likes(grads)), strict=True))
         self._down([(grad, found[name]) for name, grad in grads.items()])
         # With versions of their own: autograd adds to each.
-        return {name: home.data for name, home in found.items()}
+        return {name: placed.data for name, placed in found.items()}
 
     def spill_tile(self, tile: ParamTile, grad: Tensor, into: Tensor | None) -> Tensor:
         """Begin to copy the rows of a gradient that ``tile`` has, of which the first comes first; returns what autograd
         gets of the whole gradient, which is ``into`` from the second tile on."""
         if into is None:
             like = torch.empty_like(local_tensor(self._params[tile.name]), dtype=grad.dtype, device="meta")
-            (home,) = _laid_out(self._room((tile.name,), aligned(like.nbytes)), [like])
-            into = home.data
+            (placed,) = _laid_out(self._room((tile.name,), aligned(like.nbytes)), [like])
+            into = placed.data
         self._down([(grad, tile_of(tile, into))])
         return into
 
@@ -222,10 +222,10 @@ class HostShards:
                     transfers.pop().arrive()
 
 
-def home_for(like: Tensor, host: HostMemory) -> Tensor:
+def host_like(like: Tensor, host: HostMemory) -> Tensor:
     """Memory on the host for a dense tensor as ``like``."""
-    (home,) = _laid_out(host.room(like.nbytes), [like])
-    return home
+    (placed,) = _laid_out(host.room(like.nbytes), [like])
+    return placed
 
 
 def _arriving(transfers: Sequence[Transfer]) -> Callable[[], None]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.locations import Locations
-from zerograph.runtime.homes.room import ArenaRoom
-from zerograph.runtime.homes.store import mapped_tensor
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.locations import Locations
+from zerograph.runtime.offload.room import ArenaRoom
+from zerograph.runtime.offload.store import mapped_tensor
 from zerograph.runtime.torch_private import local_tensor, set_local
 
 

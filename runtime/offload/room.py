@@ -9,9 +9,9 @@ import torch
 
 from zerograph.core.errors import StorageError
 from zerograph.core.units import format_bytes
-from zerograph.runtime.homes.blocks import Block
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.nvme import Arena
+from zerograph.runtime.offload.blocks import Block
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.nvme import Arena
 
 log = logging.getLogger(__name__)
 

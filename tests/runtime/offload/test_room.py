@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from zerograph.core.errors import StorageError
-from zerograph.runtime.homes.blocks import UNIT, Block
-from zerograph.runtime.homes.nvme import Arena
-from zerograph.runtime.homes.room import ArenaRoom
+from zerograph.runtime.offload.blocks import UNIT, Block
+from zerograph.runtime.offload.nvme import Arena
+from zerograph.runtime.offload.room import ArenaRoom
 
 
 def test_extents_are_of_all_parameters_of_a_block(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from zerograph._core import CancelledError, Direction, Priority
 from zerograph.core.errors import StorageError
 from zerograph.core.timeline import Stream
 from zerograph.core.units import format_bytes
-from zerograph.runtime.homes.extents import ALIGNMENT, Extent, FreeList
+from zerograph.runtime.offload.extents import ALIGNMENT, Extent, FreeList
 from zerograph.runtime.timings import Purpose, Timings
 
 __all__ = ["ALIGNMENT", "STRIPE", "Arena", "CancelledError", "Extent", "Priority", "Ticket", "huge_tensor"]

@@ -17,9 +17,9 @@ from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
 from zerograph.core.slots import LEAVING, SLOTS
-from zerograph.runtime.homes.host import Pairs, Transfer
-from zerograph.runtime.homes.nvme import Arena
-from zerograph.runtime.homes.saved import SavedActivations
+from zerograph.runtime.offload.host import Pairs, Transfer
+from zerograph.runtime.offload.nvme import Arena
+from zerograph.runtime.offload.saved import SavedActivations
 from zerograph.runtime.testing.simulated_host import SimulatedHost
 
 ROOM = 2**20
@@ -49,15 +49,15 @@ def behind(tmp_path: Path) -> Iterator[SavedActivations]:
 
 def gone(saved: SavedActivations, tensors: Sequence[Tensor], way: tuple[Tier, ...]) -> list[Tensor]:
     """What stands for ``tensors`` when they have left, by the tiers of ``way``."""
-    away = [*tensors]
+    offloaded = [*tensors]
     for tier in way:
-        away = saved.spill(away, tier)
+        offloaded = saved.spill(offloaded, tier)
     saved.wait()
-    return away
+    return offloaded
 
 
-def back_from(saved: SavedActivations, away: Sequence[Tensor], way: tuple[Tier, ...]) -> list[Tensor]:
-    returning = saved.fetch(away, way[-1])
+def back_from(saved: SavedActivations, offloaded: Sequence[Tensor], way: tuple[Tier, ...]) -> list[Tensor]:
+    returning = saved.fetch(offloaded, way[-1])
     return saved.finish(saved.copy_up(returning) if len(way) > 1 else returning)
 
 
@@ -83,37 +83,39 @@ def test_what_comes_back_is_what_left_with_its_strides(of_way: SavedActivations,
     tensors, saved = odd(), of_way
     wanted = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
     layouts = [(t.shape, t.stride(), t.dtype) for t in tensors]
-    away = gone(saved, tensors, way)
+    offloaded = gone(saved, tensors, way)
     for _ in range(2):  # as of a graph that is retained
-        back = back_from(saved, away, way)
+        back = back_from(saved, offloaded, way)
         assert (
-            [(t.shape, t.stride(), t.dtype) for t in back] == layouts == [(t.shape, t.stride(), t.dtype) for t in away]
+            [(t.shape, t.stride(), t.dtype) for t in back]
+            == layouts
+            == [(t.shape, t.stride(), t.dtype) for t in offloaded]
         )
         assert all(torch.equal(a, b) for a, b in zip(back, wanted, strict=True))
         # One memory moves once: views look at one again.
-        assert len({t.untyped_storage().data_ptr() for t in away[:3]}) == 1
+        assert len({t.untyped_storage().data_ptr() for t in offloaded[:3]}) == 1
         assert back[0].untyped_storage().data_ptr() == back[1].untyped_storage().data_ptr()
-    assert all(torch.equal(a, b) for a, b in zip(away, wanted, strict=True))  # whoever reads them: a hook, for one
+    assert all(torch.equal(a, b) for a, b in zip(offloaded, wanted, strict=True))  # whoever reads them: a hook, for one
 
 
 def test_memory_of_other_shapes_on_the_host_goes(behind: SavedActivations) -> None:
     for count in range(1000, 1050):
-        away = behind.spill([torch.ones(count)], "host")
+        offloaded = behind.spill([torch.ones(count)], "host")
         behind.wait()
-        del away
+        del offloaded
     assert behind.on_host == 4 * 1049
 
 
 def test_few_layers_are_under_way_and_wait_on_the_host(behind: SavedActivations) -> None:
     """Of a device that is faster than the copies, and copies that are faster than the disk."""
     here = [torch.full((1000,), float(layer)) for layer in range(20)]
-    away = []
+    offloaded = []
     for tensor in here:
-        away += behind.spill(behind.spill([tensor], "host"), "nvme")
+        offloaded += behind.spill(behind.spill([tensor], "host"), "nvme")
         assert len(behind._copies) <= LEAVING and len(behind._writes) <= SLOTS
     assert behind.on_host <= 4000 * (LEAVING + SLOTS)
     behind.wait()
-    assert all(torch.equal(a, b) for a, b in zip(back_from(behind, away, ("host", "nvme")), here, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(back_from(behind, offloaded, ("host", "nvme")), here, strict=True))
 
 
 def test_what_finds_no_room_behind_the_host_stays_there(
@@ -121,31 +123,31 @@ def test_what_finds_no_room_behind_the_host_stays_there(
 ) -> None:
     tensors = [torch.randn(ROOM // 8) for _ in range(3)]  # two fit
     with caplog.at_level(logging.WARNING):
-        away = gone(behind, tensors, ("host", "nvme"))
-    assert [behind.arenas[0].maps(t) for t in away] == [True, True, False]
-    assert away[2].data_ptr() != tensors[2].data_ptr()
-    back = back_from(behind, away, ("host", "nvme"))
+        offloaded = gone(behind, tensors, ("host", "nvme"))
+    assert [behind.arenas[0].maps(t) for t in offloaded] == [True, True, False]
+    assert offloaded[2].data_ptr() != tensors[2].data_ptr()
+    back = back_from(behind, offloaded, ("host", "nvme"))
     assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
-    assert back[2].data_ptr() not in (away[2].data_ptr(), tensors[2].data_ptr())
+    assert back[2].data_ptr() not in (offloaded[2].data_ptr(), tensors[2].data_ptr())
     assert len(caplog.records) == 1
 
 
 def test_extents_of_other_shapes_go_where_there_is_no_room(saved: SavedActivations) -> None:
     saved.room = 2**30  # more than the arena has
     for size in (ROOM // 2, 3 * ROOM // 2, ROOM):
-        away = saved.spill([torch.ones(size, dtype=torch.uint8)], "nvme")
+        offloaded = saved.spill([torch.ones(size, dtype=torch.uint8)], "nvme")
         saved.wait()
-        assert saved.arenas[0].maps(away[0])
-        del away
+        assert saved.arenas[0].maps(offloaded[0])
+        del offloaded
 
 
 def test_an_extent_is_used_again_when_everybody_has_let_go(saved: SavedActivations) -> None:
     for step in range(5):
         tensors = [torch.full((1000,), float(step)), torch.full((3000,), float(step))]
-        away = saved.spill(tensors, "nvme")
+        offloaded = saved.spill(tensors, "nvme")
         saved.wait()
-        first = away.pop(0)
-        del away
+        first = offloaded.pop(0)
+        del offloaded
         again = saved.spill([torch.full((3000,), -1.0)], "nvme")
         saved.wait()
         assert torch.equal(saved.finish(saved.fetch([first], "nvme"))[0], tensors[0])
@@ -159,13 +161,13 @@ def test_what_finds_no_room_stays_in_memory_and_is_reported_once(
 ) -> None:
     """As of two forwards before one backward: no error, and nothing waits for room."""
     tensors = [torch.randn(ROOM // 8) for _ in range(3)]  # two fit
-    away: list[Tensor] = []
+    offloaded: list[Tensor] = []
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            away += saved.spill(tensors, "nvme")
+            offloaded += saved.spill(tensors, "nvme")
             saved.wait()
-    assert [t.data_ptr() == tensors[k % 3].data_ptr() for k, t in enumerate(away)] == [False] * 2 + [True] * 4
-    back = saved.finish(saved.fetch(away, "nvme"))
+    assert [t.data_ptr() == tensors[k % 3].data_ptr() for k, t in enumerate(offloaded)] == [False] * 2 + [True] * 4
+    back = saved.finish(saved.fetch(offloaded, "nvme"))
     assert all(torch.equal(t, tensors[k % 3]) for k, t in enumerate(back))
     (record,) = caplog.records
     assert "activations stay in memory where they do not find the 1 MiB on NVMe" in record.getMessage()
@@ -173,18 +175,18 @@ def test_what_finds_no_room_stays_in_memory_and_is_reported_once(
 
 def test_other_sizes_take_the_room_of_those_that_are_gone(saved: SavedActivations) -> None:
     for rows in (100, 900, 250, 640):
-        away = saved.spill([torch.ones(rows, 256)], "nvme")
+        offloaded = saved.spill([torch.ones(rows, 256)], "nvme")
         saved.wait()
-        assert saved.arenas[0].maps(away[0]) and saved.bytes <= ROOM
-        assert torch.equal(saved.finish(saved.fetch(away, "nvme"))[0], torch.ones(rows, 256))
-        del away
+        assert saved.arenas[0].maps(offloaded[0]) and saved.bytes <= ROOM
+        assert torch.equal(saved.finish(saved.fetch(offloaded, "nvme"))[0], torch.ones(rows, 256))
+        del offloaded
 
 
 @ways
 def test_what_a_hook_has_brought_back_is_taken_as_it_is(of_way: SavedActivations, way: tuple[Tier, ...]) -> None:
-    away = gone(of_way, [torch.arange(5000.0)], way)
-    copies = [tensor.clone() for tensor in away]
-    del away
+    offloaded = gone(of_way, [torch.arange(5000.0)], way)
+    copies = [tensor.clone() for tensor in offloaded]
+    del offloaded
     assert torch.equal(back_from(of_way, copies, way)[0], torch.arange(5000.0))
 
 
@@ -198,7 +200,7 @@ def test_memory_is_free_when_its_copy_is_done_though_nobody_waits(saved: SavedAc
     tensor = torch.ones(20_000)
     flat = tensor.numpy()
     owner = torch.frombuffer(_Buffer(flat, Owner()), dtype=torch.float32)
-    away = saved.spill([owner], "nvme")
+    offloaded = saved.spill([owner], "nvme")
     del owner
     gc.collect()
     more = []
@@ -206,7 +208,7 @@ def test_memory_is_free_when_its_copy_is_done_though_nobody_waits(saved: SavedAc
         assert len(more) < 200
         more += saved.spill([torch.ones(1024)], "nvme")
     saved.wait()
-    assert torch.equal(away[0], tensor)
+    assert torch.equal(offloaded[0], tensor)
 
 
 class _Buffer(bytearray):
@@ -221,7 +223,7 @@ def test_whoever_does_not_wait_for_the_host_reads_not_a_number(
     behind: SavedActivations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes = threading.Event()
-    away = behind.spill([torch.ones(100)], "host")
+    offloaded = behind.spill([torch.ones(100)], "host")
     behind.wait()
     host = behind._host()
     assert isinstance(host, SimulatedHost)
@@ -232,7 +234,7 @@ def test_whoever_does_not_wait_for_the_host_reads_not_a_number(
         return started(pairs, arrived)
 
     monkeypatch.setattr(host, "start", late)
-    returning = behind.fetch(away, "host")
+    returning = behind.fetch(offloaded, "host")
     assert returning.here[0].isnan().all()
     goes.set()
     assert torch.equal(behind.finish(returning)[0], torch.ones(100))
@@ -247,9 +249,9 @@ def test_a_disk_that_fails_is_an_error_and_what_comes_next_works(
     with pytest.raises(StorageError, match="cannot write"):
         gone(of_way, [torch.ones(5000)], way)
     of_way.abandon()
-    away = gone(of_way, [torch.ones(5000)], way)
+    offloaded = gone(of_way, [torch.ones(5000)], way)
     engine.inject([(FaultPoint.read, 1, 1, FaultEffect.error, 5)])
     with pytest.raises(StorageError, match="cannot read"):
-        back_from(of_way, away, way)
+        back_from(of_way, offloaded, way)
     of_way.abandon()
-    assert torch.equal(back_from(of_way, away, way)[0], torch.ones(5000))
+    assert torch.equal(back_from(of_way, offloaded, way)[0], torch.ones(5000))

@@ -26,10 +26,10 @@ from zerograph.core.machine import Tier, is_disk
 from zerograph.core.program import Program
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.core.units import format_bytes
-from zerograph.runtime.homes.extents import ALIGNMENT, Extent
-from zerograph.runtime.homes.host import HostMemory, Transfer
-from zerograph.runtime.homes.nvme import Arena, Priority, Ticket
-from zerograph.runtime.homes.store import mapped_tensor
+from zerograph.runtime.offload.extents import ALIGNMENT, Extent
+from zerograph.runtime.offload.host import HostMemory, Transfer
+from zerograph.runtime.offload.nvme import Arena, Priority, Ticket
+from zerograph.runtime.offload.store import mapped_tensor
 from zerograph.runtime.timings import Purpose
 from zerograph.runtime.torch_private import memory_is_unshared
 
@@ -40,8 +40,8 @@ def room_for(program: Program) -> int:
     """Bytes on NVMe that what ``program`` saves takes there."""
     moves = (i for i in program.instructions if isinstance(i, Move) and i.what == "activations" and is_disk(i.target))
     saved = (program.contents[register] for move in moves for register in dict.fromkeys(move.writes))
-    homes = {content.storage: content.bytes for content in saved}
-    return sum(map(_aligned, homes.values()))
+    placement = {content.storage: content.bytes for content in saved}
+    return sum(map(_aligned, placement.values()))
 
 
 class _SharedBytes(NamedTuple):
@@ -52,10 +52,10 @@ class _SharedBytes(NamedTuple):
 
 
 class Returning(NamedTuple):
-    """Tensors on their way back; ``away`` keeps the room that they come from."""
+    """Tensors on their way back; ``offloaded`` keeps the room that they come from."""
 
     here: list[Tensor]
-    away: Sequence[Tensor]
+    offloaded: Sequence[Tensor]
     reads: list[tuple[Arena, Ticket]]
     copies: list[Transfer]
 
@@ -106,10 +106,10 @@ class SavedActivations:
         for span in _spans(tensors):
             if _stays(tensors, span):
                 continue
-            home = self._to_nvme(span.bytes, whose) if is_disk(tier) else self._to_host(span.bytes)
-            if home is not None:
+            placed = self._to_nvme(span.bytes, whose) if is_disk(tier) else self._to_host(span.bytes)
+            if placed is not None:
                 for k in span.members:
-                    found[k] = _as(tensors[k], span.bytes, home)
+                    found[k] = _as(tensors[k], span.bytes, placed)
         if not begun[-1]:
             begun.pop()  # the last one is what others are waited for by
         return found
@@ -130,10 +130,10 @@ class SavedActivations:
         slot = self._free_slot(source.nbytes)
         if slot is None:
             return None
-        home = mapped_tensor(slot.arena, slot.extent, torch.uint8, (source.nbytes,))
-        self._at[home.data_ptr()] = slot
+        placed = mapped_tensor(slot.arena, slot.extent, torch.uint8, (source.nbytes,))
+        self._at[placed.data_ptr()] = slot
         self._writes[-1].append(self._write(slot, source, Purpose("activations", whose)))
-        return home
+        return placed
 
     def _write(self, slot: _SavedExtent, source: Tensor, purpose: Purpose) -> Callable[[], None]:
         """Begin to write ``source``, which may be on its way to the host; returns what waits for that."""
@@ -195,36 +195,36 @@ class SavedActivations:
         host = self._host()
         assert host is not None  # where a plan has something there
         slots = self._on_host.setdefault(source.nbytes, [])
-        home = next((slot for slot in slots if memory_is_unshared(slot)), None)
-        if home is None:
+        placed = next((slot for slot in slots if memory_is_unshared(slot)), None)
+        if placed is None:
             for size, others in self._on_host.items():  # of other shapes
                 if size != source.nbytes:
                     others[:] = [slot for slot in others if not memory_is_unshared(slot)]
-            home = host.room(source.nbytes)
-            slots.append(home)
-        self._copies[-1].append(host.start([(source, home)]))
-        return home
+            placed = host.room(source.nbytes)
+            slots.append(placed)
+        self._copies[-1].append(host.start([(source, placed)]))
+        return placed
 
-    def fetch(self, away: Sequence[Tensor], tier: Tier, whose: str = "") -> Returning:
-        """Begin to bring back what ``away`` stand for; what was left on the device, or a hook has brought back, is
+    def fetch(self, offloaded: Sequence[Tensor], tier: Tier, whose: str = "") -> Returning:
+        """Begin to bring back what ``offloaded`` stand for; what was left on the device, or a hook has brought back, is
         there."""
-        found, purpose = Returning(list(away), away, [], []), Purpose("activations", whose)
+        found, purpose = Returning(list(offloaded), offloaded, [], []), Purpose("activations", whose)
         if tier == "host":
             return self.copy_up(found)
-        for span in _spans(away):
-            slot = None if _stays(away, span) else self._slot_of(span.bytes)
+        for span in _spans(offloaded):
+            slot = None if _stays(offloaded, span) else self._slot_of(span.bytes)
             if slot is not None:
                 target = _memory(span.bytes.nbytes)
                 found.reads.append((slot.arena, slot.arena.read(slot.extent, target, Priority.now, purpose=purpose)))
                 for k in span.members:
-                    found.here[k] = _as(away[k], span.bytes, target)
+                    found.here[k] = _as(offloaded[k], span.bytes, target)
         return found
 
     def copy_up(self, returning: Returning) -> Returning:
         """Begin to copy to the device what is on the host, or is read to there."""
         host = self._host()
         assert host is not None  # where a plan has something there
-        found = Returning(list(returning.here), returning.away, [], [])
+        found = Returning(list(returning.here), returning.offloaded, [], [])
         for span in _spans(returning.here):
             # On an accelerator a hook may have brought it back to there.
             if _stays(returning.here, span) or not span.bytes.is_cpu:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerograph.runtime.homes.blocks import Block, StatePlace
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.room import ArenaRoom
-from zerograph.runtime.homes.slots import Slots
-from zerograph.runtime.homes.store import mapped_tensor
+from zerograph.runtime.offload.blocks import Block, StatePlace
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.room import ArenaRoom
+from zerograph.runtime.offload.slots import Slots
+from zerograph.runtime.offload.store import mapped_tensor
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Kind:
     given: set[int] = field(default_factory=set)
 
 
-class StateHome:
+class OffloadedStates:
     """What each optimizer keeps there, while it lives."""
 
     def __init__(self, room: ArenaRoom, slots: Slots) -> None:
@@ -56,7 +56,7 @@ class StateHome:
         kind.given.add(place.begin)
         return flat.as_strided(like.shape, like.stride())
 
-    def is_home(self, owner: Optimizer, place: StatePlace, name: str, value: Tensor) -> bool:
+    def holds(self, owner: Optimizer, place: StatePlace, name: str, value: Tensor) -> bool:
         """Whether ``value`` is the tensor that :meth:`of` gave."""
         kind, arena = self._kinds.get(owner, {}).get((place.block, name, value.dtype)), self._room.opened
         if kind is None or arena is None or not value.numel():

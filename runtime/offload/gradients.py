@@ -1,4 +1,4 @@
-"""Reduced gradients on their way to their homes, on the host or on NVMe."""
+"""Reduced gradients on their way to their tiers, on the host or on NVMe."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from torch import Tensor
 from zerograph.core.machine import Tier, is_disk
 from zerograph.core.plan import Param, ParamTile
 from zerograph.runtime.buffers import tile_of
-from zerograph.runtime.homes.blocks import Block
-from zerograph.runtime.homes.extents import Extent
-from zerograph.runtime.homes.locations import Locations
-from zerograph.runtime.homes.room import ArenaRoom
-from zerograph.runtime.homes.slots import Slots
-from zerograph.runtime.homes.spilled import SpilledGradients
+from zerograph.runtime.offload.blocks import Block
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.locations import Locations
+from zerograph.runtime.offload.room import ArenaRoom
+from zerograph.runtime.offload.slots import Slots
+from zerograph.runtime.offload.spilled import SpilledGradients
 
 
-class GradientHome:
+class OffloadedGradients:
     """Moves gradients, and knows where the last ones are.
 
     Attributes:
-        homes: where those of a block's parameters go.
+        tiers: where those of a block's parameters go.
     """
 
     def __init__(self, room: ArenaRoom, locations: Locations, slots: Slots) -> None:
         self._room, self._locations, self._slots = room, locations, slots
         self._spilled: SpilledGradients | None = None
-        self.homes: dict[Block, Tier] = {}
+        self.tiers: dict[Block, Tier] = {}
 
     def spill(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Begin to move gradients to their homes, where there are some; returns what autograd gets in their places.
+        """Begin to move gradients to their tiers, where there are some; returns what autograd gets in their places.
 
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
         made = {p.name: self._own(p, grad) for p, grad in zip(params, grads, strict=True) if grad is not None}
-        away: dict[Tier, dict[str, Tensor]] = {}
+        offloaded: dict[Tier, dict[str, Tensor]] = {}
         for name, grad in made.items():
-            away.setdefault(self._home_of(name, grad.dtype), {})[name] = grad
+            offloaded.setdefault(self._tier_of(name, grad.dtype), {})[name] = grad
         given: dict[str, Tensor | None] = {}
-        for tier, leaving in away.items():
+        for tier, leaving in offloaded.items():
             if tier != "device":
                 given |= self._spill_to_nvme(leaving) if is_disk(tier) else self._locations.hosted.spill(leaving)
         # model.to(dtype) has brought the others here.
         return [given.get(p.name, grad) for p, grad in zip(params, grads, strict=True)]
 
     def spill_tile(self, tile: ParamTile, grad: Tensor, into: Tensor | None) -> Tensor | None:
-        """Begin to move a tile of a gradient, of which the first comes first, to its home.
+        """Begin to move a tile of a gradient, of which the first comes first, to its tier.
 
         Returns:
             The tensor for autograd in place of the whole gradient: for the first tile as :meth:`spill`, then ``into``,
@@ -61,10 +61,10 @@ class GradientHome:
         like, grad = locations.local(tile.name).detach(), self._own(tile, grad)
         if tile.begin and not len(grad):
             return into
-        home = self._home_of(tile.name, grad.dtype)
-        if home == "host":
+        tier = self._tier_of(tile.name, grad.dtype)
+        if tier == "host":
             return locations.hosted.spill_tile(tile, grad, into)
-        if is_disk(home) and like.is_contiguous():
+        if is_disk(tier) and like.is_contiguous():
             given = self._to_nvme().spill_tile(locations.blocks[tile.name], tile, grad)
             return given if tile.begin == 0 else into
         # It leaves as a whole, if at all: its rows lie all over it.
@@ -74,21 +74,21 @@ class GradientHome:
         if locations.host is not None:
             locations.host.wait_for_gradients()
         tile_of(tile, into).copy_(grad)
-        return into if home == "device" or tile.end < len(like) else self._spill_to_nvme({tile.name: into})[tile.name]
+        return into if tier == "device" or tile.end < len(like) else self._spill_to_nvme({tile.name: into})[tile.name]
 
     def _own(self, param: Param, grad: Tensor) -> Tensor:
         """A reduced gradient, or a tile of it, without the rows that pad the last shards."""
         rows = tile_of(param, self._locations.local(param.name))
         return grad[: len(rows)] if isinstance(param, ParamTile) else grad
 
-    def _home_of(self, name: str, dtype: torch.dtype) -> Tier:
+    def _tier_of(self, name: str, dtype: torch.dtype) -> Tier:
         """Where a gradient in ``dtype`` is to go."""
         block = self._locations.blocks.get(name)
         if block is None:
             return "host" if name in self._locations.on_host or self._locations.is_apart(name) else "device"
-        home = self.homes[block]
+        tier = self.tiers[block]
         # model.to(dtype) has brought the parameter here.
-        return "device" if is_disk(home) and dtype != block.dtype else home
+        return "device" if is_disk(tier) and dtype != block.dtype else tier
 
     def stage(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Begin to copy gradients, or tiles of them, to the host, from where :meth:`spill` moves them on."""
@@ -152,17 +152,17 @@ class GradientHome:
         if self._spilled is not None:
             self._spilled.reclaim(all_of_them=True)
 
-    def home(self, block: Block) -> tuple[Extent, int] | None:
+    def extent_of(self, block: Block) -> tuple[Extent, int] | None:
         """Where the last gradients of ``block`` are, and the address of their mapping; None where they are in memory,
         or nobody holds them."""
-        return self._spilled.home(block) if self._spilled is not None else None
+        return self._spilled.extent_of(block) if self._spilled is not None else None
 
     def stay(self, block: Block) -> bool:
         """Whether the gradients of ``block`` are on a device that has another memory than the host, which updates."""
-        return self._locations.host is not None and self.homes[block] == "device"
+        return self._locations.host is not None and self.tiers[block] == "device"
 
     def squares(self, address: int) -> list[float] | None:
-        """Sums of squares of the gradient at ``address`` (see :mod:`~zerograph.runtime.homes.spilled`); else None."""
+        """Sums of squares of the gradient at ``address`` (see :mod:`~zerograph.runtime.offload.spilled`); else None."""
         if self._spilled is None:
             return None
         self._slots.wait()

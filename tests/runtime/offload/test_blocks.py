@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.runtime.homes.blocks import UNIT, Block, ShardRun
+from zerograph.runtime.offload.blocks import UNIT, Block, ShardRun
 
 
 def block(*counts: int) -> Block:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from zerograph.core.plan import Update
-from zerograph.runtime.homes.hosted import Copy, home_for
-from zerograph.runtime.homes.locations import COPY, PARAMETER, Locations
-from zerograph.runtime.homes.room import ArenaRoom
-from zerograph.runtime.homes.slots import Slots
+from zerograph.runtime.offload.hosted import Copy, host_like
+from zerograph.runtime.offload.locations import COPY, PARAMETER, Locations
+from zerograph.runtime.offload.room import ArenaRoom
+from zerograph.runtime.offload.slots import Slots
 from zerograph.runtime.torch_private import local_tensor, versions
 
 
@@ -95,7 +95,7 @@ class Copies:
                 if copy.late is None:  # what follows later would be read from NVMe once more
                     like = torch.empty_like(at.local(name), dtype=copy.dtype, device="meta")
                     copy.late = (
-                        home_for(like, at.host.memory) if at.host is not None else torch.empty_like(like, device="cpu")
+                        host_like(like, at.host.memory) if at.host is not None else torch.empty_like(like, device="cpu")
                     )
                     at.changes += 1
             else:
@@ -138,9 +138,9 @@ class Copies:
     def streamed(self, param: Tensor) -> tuple[tuple[str, torch.dtype], ...]:
         """The tensors of ``param`` on NVMe besides states, by name and dtype: the parameter itself, and its copy."""
         locations = self._locations
-        name = locations.names().get(id(param), "") if locations.away else ""
+        name = locations.names().get(id(param), "") if locations.offloaded else ""
         copy = self.known(name)
-        if name not in locations.away or name in locations.on_host:
+        if name not in locations.offloaded or name in locations.on_host:
             return ()
         streams = copy is not None and copy.tensor is None and copy.cast is None
         copies = ((COPY, copy.dtype),) if copy is not None and streams else ()
