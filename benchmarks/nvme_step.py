@@ -39,7 +39,7 @@ def main() -> None:
     for param in params.values():
         param.grad = torch.randn_like(param)
     store = ShardStore(params, lambda size: Arena([args.directory], size))
-    store.settle(plan_of(params), moments=2)
+    store.place(plan_of(params), moments=2)
     optimizer = zerograph.optim.AdamW(params.values(), skip_nonfinite=False)  # looks at no gradient before the update
     optimizer.store = store  # as a backend sets it
     optimizer.step()  # makes the states
@@ -57,7 +57,7 @@ def main() -> None:
                 through_slots(
                     stream._chunks,
                     lambda chunk: stream._start(arena.read, chunk),
-                    stream._settle,
+                    stream._wait,
                     lambda chunk: Nothing(),  # what is read is written again
                     lambda chunk: stream._start(arena.write, chunk),
                 )

@@ -23,9 +23,9 @@ def return_large_blocks() -> bool:
     does.
 
     By itself it serves blocks of up to 32 MiB from its heap once one of them has been freed. There gathered buckets,
-    gradients and activations settle among each other, and what is free in between stays the process's, more of it from
-    step to step. Each block then costs the page faults of new memory. Whoever has set a threshold in the environment
-    (``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) keeps that.
+    gradients and activations are allocated among each other, and what is free in between stays the process's, more of
+    it from step to step. Each block then costs the page faults of new memory. Whoever has set a threshold in the
+    environment (``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) keeps that.
     """
     if _OWN[0] in os.environ or _OWN[1] in os.environ.get("GLIBC_TUNABLES", ""):
         return False

@@ -115,7 +115,7 @@ class Backend:
         moved = lambda param: self._optimizers.remember([param])  # noqa: E731
         offloaded = room_for(frame.programs["forward"])
         self._waiting[frame.code] = max(offloaded, self._waiting.get(frame.code, 0))
-        self._store.settle(frame.plan, MOMENTS, moved, rest, sum(self._waiting.values()))
+        self._store.place(frame.plan, MOMENTS, moved, rest, sum(self._waiting.values()))
         self._store.fetches.know_gathers(frame.programs["forward"])
 
     def __reduce__(self) -> tuple[Any, ...]:

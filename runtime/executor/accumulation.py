@@ -28,7 +28,7 @@ class GradientAccumulation:
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         """``params`` are the outward parameters by name, now and later."""
         self.active = False
-        self.apart: set[str] = set()  # parameters whose held gradients others reduce
+        self.late: set[str] = set()  # parameters whose held gradients others reduce
         self._params = params
         self._held: dict[_Part, tuple[Param, Tensor]] = {}
         self._left: dict[str, tuple[Tensor, int]] = {}  # each gradient and its version as the last backward left it
@@ -189,7 +189,7 @@ class GradientAccumulation:
     def _flush(self) -> None:
         """Reduce what this backward left held: gradients of parameters that it did not read."""
         self._flushing, before = None, self.state
-        held_here = [param for param, _ in self._held.values() if param.name not in self.apart]
+        held_here = [param for param, _ in self._held.values() if param.name not in self.late]
         found = [(param, self.withdraw(param)) for param in held_here]
         kept = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
         if not kept:

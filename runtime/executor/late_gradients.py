@@ -28,11 +28,11 @@ _ALL: weakref.WeakSet[LateGradients] = weakref.WeakSet()
 """The late gradients of all backends: a reader of gradients is given parameters alone."""
 
 
-def settle(params: Iterable[Tensor]) -> None:
-    """Gradients of ``params`` are about to be read on all ranks: see :meth:`LateGradients.settle`."""
+def complete(params: Iterable[Tensor]) -> None:
+    """Gradients of ``params`` are about to be read on all ranks: see :meth:`LateGradients.complete`."""
     known = {id(param) for param in params} if _ALL else set()
     for late in [late for late in _ALL if not known.isdisjoint(late.expected)]:
-        late.settle()
+        late.complete()
 
 
 class LateGradients:
@@ -52,7 +52,7 @@ class LateGradients:
         for described, outward in params:
             if described.trainable:
                 self._params[id(outward)] = described, outward  # in another dtype than last time, perhaps
-                self._accumulation.apart.add(described.name)
+                self._accumulation.late.add(described.name)
                 self._expected = True
 
     @property
@@ -78,7 +78,7 @@ class LateGradients:
             after_backward(self._end)
         after_backward(then)
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Reduce with the other ranks, if this one has not in a backward: its loss depended on no such parameter."""
         if self._expected and not self._accumulation.active:
             self._reduce()

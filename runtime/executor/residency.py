@@ -47,7 +47,7 @@ class StepCount:
         """A checkpoint was loaded, by all ranks alike: whatever steps they had taken before counts no longer."""
         self.own = 0
 
-    def settled(self) -> None:
+    def updated(self) -> None:
         """Programs see an update that has ended behind its step: for what they keep, and for other ranks, that is a
         step of its own."""
         self.value += 1

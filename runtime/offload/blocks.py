@@ -15,7 +15,7 @@ UNIT = ALIGNMENT // 2
 """Elements: transfers of extents begin and end at multiples, whole blocks of the disk in any dtype of two bytes or
 more."""
 
-_APART = 64
+_ALIGNED = 64
 """Elements: each shard begins at a multiple, where vector loads are aligned."""
 
 
@@ -51,7 +51,7 @@ class Block:
         begins, ends, end = {}, {}, 0
         for param, count in counts.items():
             begins[param], ends[param] = end, end + count
-            end += -(-count // _APART) * _APART
+            end += -(-count // _ALIGNED) * _ALIGNED
         return cls(name, dtype, begins, ends, -(-end // UNIT) * UNIT)
 
     def purpose(self, what: str, update: TimedUpdate | None = None) -> Purpose:

@@ -83,10 +83,10 @@ class Copies:
             return copy.cast if is_there and not copy.is_late else None
         return copy.tensor
 
-    def set_apart(self, params: Iterable[Tensor]) -> set[int]:
+    def make_late(self, params: Iterable[Tensor]) -> set[int]:
         """Those of ``params``, by ``id``, that may be updated while programs compute, which gather copies of them in
         memory. From now on no update writes to these copies: they follow it (:meth:`updated`)."""
-        apart, at = set(), self._locations
+        moving, at = set(), self._locations
         for name, copy in self._of(params):
             if name in at.on_host:
                 at.changes += not copy.is_late
@@ -100,8 +100,8 @@ class Copies:
                     at.changes += 1
             else:
                 continue
-            apart.add(id(at.params[name]))
-        return apart
+            moving.add(id(at.params[name]))
+        return moving
 
     def leave(self, params: Iterable[Tensor]) -> Callable[[], None]:
         """Let programs compute with copies of ``params`` as these are now; returns what waits until ``params`` may be
@@ -170,7 +170,7 @@ class Copies:
         if host is not None:
             host.wait_for_parameters()
         target = copy.tensor if copy.tensor is not None else copy.cast
-        assert target is not None  # else it would not be apart
+        assert target is not None  # else it would not be late
         target.copy_(values)
 
     def touched(self, params: Iterable[Tensor]) -> None:

@@ -85,7 +85,7 @@ class OffloadedGradients:
         """Where a gradient in ``dtype`` is to go."""
         block = self._locations.blocks.get(name)
         if block is None:
-            return "host" if name in self._locations.on_host or self._locations.is_apart(name) else "device"
+            return "host" if name in self._locations.on_host or self._locations.lies_on_host(name) else "device"
         tier = self.tiers[block]
         # model.to(dtype) has brought the parameter here.
         return "device" if is_disk(tier) and dtype != block.dtype else tier
@@ -97,7 +97,7 @@ class OffloadedGradients:
 
     def left_behind(self, params: Sequence[Param]) -> bool:
         """Whether one of ``params`` is in another memory than what a backward makes, as an earlier plan has it."""
-        return any(self._locations.is_apart(p.name) for p in params)
+        return any(self._locations.lies_on_host(p.name) for p in params)
 
     def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         by_block: dict[Block, dict[str, Tensor]] = {}

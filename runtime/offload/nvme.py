@@ -56,7 +56,7 @@ class Ticket:
     bytes: int
     purpose: Purpose | None = None
     error: Exception | None = None
-    settled: bool = False
+    finished: bool = False
     unseen: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -233,7 +233,7 @@ class Arena:
         self._reap()
         ticket = Ticket(None, direction, tensor, extent.offset + offset, size, purpose)
         if size == 0:
-            ticket.settled, ticket.tensor = True, None
+            ticket.finished, ticket.tensor = True, None
             return ticket
         # Behind the extent's end its last page is empty: there a short last block may be written as a whole one.
         padded = offset + size == extent.bytes
@@ -301,7 +301,7 @@ class Arena:
         if not ticket.lock.acquire(timeout=-1 if timeout is None else timeout):
             raise TimeoutError(f"the transfer is not done after {timeout} s")
         try:
-            self._settle(ticket, -1.0 if timeout is None else timeout)
+            self._collect(ticket, -1.0 if timeout is None else timeout)
         finally:
             ticket.lock.release()
         if ticket.error is not None:
@@ -310,20 +310,20 @@ class Arena:
 
     def done(self, ticket: Ticket) -> bool:
         """Whether ``ticket`` is done, well or not; never waits."""
-        return ticket.settled or ticket.id is None or self._engine.done(ticket.id)
+        return ticket.finished or ticket.id is None or self._engine.done(ticket.id)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Stop a transfer and return when its memory is free. False: it was under way wholly, or done.
 
         A cancelled write leaves undefined bytes in its range of the extent.
         """
-        if ticket.settled or ticket.id is None:
+        if ticket.finished or ticket.id is None:
             return False
         return self._engine.cancel(ticket.id)
 
-    def _settle(self, ticket: Ticket, timeout: float) -> None:
+    def _collect(self, ticket: Ticket, timeout: float) -> None:
         """Fetch the outcome of ``ticket``, whose lock is held; TimeoutError leaves it as it is."""
-        if ticket.settled or ticket.id is None:
+        if ticket.finished or ticket.id is None:
             return
         try:
             with _explained():
@@ -336,7 +336,7 @@ class Arena:
             if isinstance(error, StorageError):
                 self._remember(ticket, error)
         self._finish(ticket)
-        ticket.settled, ticket.tensor = True, None
+        ticket.finished, ticket.tensor = True, None
         self._live.pop(ticket.id, None)
 
     def _remember(self, ticket: Ticket, error: StorageError) -> None:
@@ -359,10 +359,10 @@ class Arena:
         """Let go of the memory of transfers that nobody waited for yet."""
         for number in self._engine.finished():
             ticket = self._live.get(number)
-            # Where the lock is taken, another thread waits for the transfer, and settles it.
+            # Where the lock is taken, another thread waits for the transfer, and collects it.
             if ticket is not None and ticket.lock.acquire(blocking=False):
                 try:
-                    self._settle(ticket, -1.0)
+                    self._collect(ticket, -1.0)
                 finally:
                     ticket.lock.release()
 
@@ -458,7 +458,7 @@ class Arena:
         self._engine.close()
         for ticket in list(self._live.values()):
             with ticket.lock:
-                self._settle(ticket, -1.0)
+                self._collect(ticket, -1.0)
         self._finalizer()
         self._registered.clear()
         if self._failures:

@@ -87,7 +87,7 @@ class ShardStore:
 
     # ---- placement
 
-    def settle(
+    def place(
         self,
         plan: Plan,
         moments: int,
@@ -151,9 +151,9 @@ class ShardStore:
             own: placements by parameter, as far as they are known.
             rest: that of the others.
             masters: 16 bits compute, so that parameters in float32 are masters.
-            moments: as :meth:`settle` has it.
+            moments: as :meth:`place` has it.
             early: parameters will lie apart at first, until they are moved to their buckets.
-            activations: as :meth:`settle` has it.
+            activations: as :meth:`place` has it.
 
         Raises:
             StorageError: there is no room.

@@ -194,7 +194,7 @@ class SpilledGradients:
         self._begun.clear()
         for turn in range(len(self._ring)):
             with contextlib.suppress(StorageError):  # the first error is on its way to the caller
-                self._settle(turn)
+                self._wait_for(turn)
 
     def extent_of(self, block: Block) -> tuple[Extent, int] | None:
         """Where the gradients of ``block`` are that were written last, and the address of their mapping; None where
@@ -270,7 +270,7 @@ class SpilledGradients:
         most, purpose = len(self._ring[0].view(block.dtype)), block.purpose("gradient")
         for begin in range(run.begin, run.end, most):
             end, offset = min(begin + most, run.end), begin * block.dtype.itemsize
-            self._settle(self._turn)
+            self._wait_for(self._turn)
             chunk = self._ring[self._turn].view(block.dtype)[: end - begin]
             if add:
                 self._arena.wait(self._arena.read(extent, chunk, offset=offset, purpose=purpose))
@@ -295,11 +295,11 @@ class SpilledGradients:
     def _written(self) -> None:
         wrote = any(self._under_way)
         for turn in range(len(self._ring)):
-            self._settle(turn)
+            self._wait_for(turn)
         if wrote:
             self._stamp = self._arena.modified()
 
-    def _settle(self, turn: int) -> None:
+    def _wait_for(self, turn: int) -> None:
         ticket, self._under_way[turn] = self._under_way[turn], None
         if ticket is not None:
             self._arena.wait(ticket)

@@ -310,16 +310,18 @@ def test_what_cannot_be_loaded_is_compiled(tmp_path: Path, caplog: pytest.LogCap
 # Ranks
 
 
-def _start(folder: str, apart: bool, tokens: list[int], options: dict[str, Any]) -> tuple[int, int, list[object], str]:
+def _start(
+    folder: str, separate: bool, tokens: list[int], options: dict[str, Any]
+) -> tuple[int, int, list[object], str]:
     """Frames and segments that this rank compiles in training, what it trains to, and the digest of its plan.
 
     Args:
-        apart: each rank has a folder of its own.
+        separate: each rank has a folder of its own.
         tokens: of each rank's batch.
     """
     rank = dist.get_rank()
     ids = torch.arange(rank, rank + tokens[rank]).view(2, -1) % 64
-    trained = train(Path(folder) / str(rank * apart), small, ids=ids, **options)
+    trained = train(Path(folder) / str(rank * separate), small, ids=ids, **options)
     with trained.backend.record():
         trained.step()
     assert "recorded step" in str(trained.backend.report())
@@ -327,10 +329,10 @@ def _start(folder: str, apart: bool, tokens: list[int], options: dict[str, Any])
 
 
 def start(
-    folder: Path, *, apart: bool = True, tokens: Sequence[int] = (32, 32), fresh: bool = False, **options: Any
+    folder: Path, *, separate: bool = True, tokens: Sequence[int] = (32, 32), fresh: bool = False, **options: Any
 ) -> tuple[list[int], list[int], list[object], list[str]]:
     """The same by rank, and in ``fresh`` processes."""
-    found = run(2, _start, str(folder), apart, [*tokens], options, fresh=fresh)
+    found = run(2, _start, str(folder), separate, [*tokens], options, fresh=fresh)
     frames, compiled, results, plans = ([*values] for values in zip(*found, strict=True))
     return frames, compiled, results, plans
 
@@ -360,9 +362,9 @@ def test_ranks_load_and_disagree(options: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_ranks_share_what_one_of_them_stored(tmp_path: Path) -> None:
-    start(tmp_path, apart=False)
+    start(tmp_path, separate=False)
     assert len([*(tmp_path / "0").iterdir()]) == 1
-    assert start(tmp_path, apart=False)[0] == [0, 0]
+    assert start(tmp_path, separate=False)[0] == [0, 0]
 
 
 @pytest.mark.slow

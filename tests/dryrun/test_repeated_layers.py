@@ -180,7 +180,7 @@ class Cached(Model):
         return kept, loss
 
 
-class CachedApart(Cached):
+class CachedByKind(Cached):
     """All keys, then all values."""
 
     def forward(self, tokens: Tensor) -> Any:
@@ -350,7 +350,7 @@ def graph_of(model: nn.Module) -> Shortened:
         (lambda: looping(first_six_checkpointed), "of two layers differ|nodes"),
         (lambda: looping(every_sixth), "no deep stack"),
         (lambda: Collecting([Layer(i) for i in range(DEPTH)]), "of a layer in the middle is read outside of it"),
-        (CachedApart, "the same of every layer, layer after layer"),
+        (CachedByKind, "the same of every layer, layer after layer"),
     ],
 )
 def test_graphs_in_which_layers_differ_are_not_shortened(make: Callable[[], nn.Module], reason: str) -> None:

@@ -99,9 +99,9 @@ def faults() -> list[Fault]:
 def apply(fault: Fault, root: Path, *, check: bool = False) -> str:
     """Apply ``fault`` in the repository or copy at ``root``, or only ``check``; returns why it does not, if so."""
     # No repository that a copy may lie in is asked: git would skip what is not of it.
-    apart = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}
     command = ["git", "apply", *(["--check"] if check else []), str(fault.path)]
-    return subprocess.run(command, cwd=root, env=apart, capture_output=True, text=True, check=False).stderr.strip()
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False).stderr.strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -160,8 +160,8 @@ def _equal(make: Make, warmup: int, options: dict[str, Any]) -> set[str]:
     """Names of the parameters that were updated beside programs."""
     training = _both(make, _trains, warmup, options)
     optimizer: Any = training.optimizer
-    apart = optimizer.late._apart()
-    return {name for name, p in training.model.named_parameters() if p.requires_grad and id(p) not in apart}
+    moving = optimizer.late._late_params()
+    return {name for name, p in training.model.named_parameters() if p.requires_grad and id(p) not in moving}
 
 
 @pytest.mark.parametrize(
@@ -447,8 +447,8 @@ def _equal_in_parts() -> set[str]:
         training.steps(5)
         training.optimizer.settle()  # type: ignore[attr-defined]
     _same(plain.result(), late.result())
-    apart = late.optimizer.late._apart()  # type: ignore[attr-defined]
-    return {name for name, p in late.model.named_parameters() if p.requires_grad and id(p) not in apart}
+    moving = late.optimizer.late._late_params()  # type: ignore[attr-defined]
+    return {name for name, p in late.model.named_parameters() if p.requires_grad and id(p) not in moving}
 
 
 @pytest.mark.slow

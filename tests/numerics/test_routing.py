@@ -306,7 +306,7 @@ def test_a_rank_may_read_nothing(kind: type[Model]) -> None:
     run(2, _reads_nothing, kind)
 
 
-class Apart(Model):
+class Separate(Model):
     def forward(self, x: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
         return self.last(x), self.experts(torch.tanh(self.first(x)), where)
 
@@ -315,7 +315,7 @@ def _uses_nothing() -> None:
     """The loss of rank 1 does not depend on the experts at all: that rank takes part when it steps."""
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
-    plain = Apart(Experts, None)
+    plain = Separate(Experts, None)
     model = copy.deepcopy(plain)
     model.compile(backend=zerograph.backend(stage=1, compute="eager"))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]

@@ -218,7 +218,7 @@ def test_gradients_held_back_and_batches_of_other_sizes() -> None:
     run(2, _accumulate)
 
 
-def _apart(rank: Rank) -> str:
+def _logged(rank: Rank) -> str:
     backward(rank, 0)
     report = rank.backend.report()
     assert not any(bucket.loop for bucket in report.buckets)
@@ -227,7 +227,7 @@ def _apart(rank: Rank) -> str:
 
 def test_where_columns_would_be_read_piece_by_piece_rows_are_tiles(tmp_path: Path) -> None:
     options = {"offload": "parameters", "tier": "nvme", "path": str(tmp_path), "nvme": "8MiB"}
-    for log in RANKS(2, _apart, made, Few, optimizer=adamw, stage=3, tile=WEIGHTS, **options):
+    for log in RANKS(2, _logged, made, Few, optimizer=adamw, stage=3, tile=WEIGHTS, **options):
         assert "gelu: each weight has tiles of its rows by itself: tiles of columns are not read and written" in log
 
 

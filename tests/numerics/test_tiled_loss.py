@@ -159,7 +159,7 @@ def same(ids: Tensor) -> tuple[Tensor, Tensor]:
     return ids, ids
 
 
-def apart(ids: Tensor) -> tuple[Tensor, Tensor]:
+def cloned(ids: Tensor) -> tuple[Tensor, Tensor]:
     return ids, ids.clone()
 
 
@@ -251,7 +251,7 @@ def test_compiled_and_tied(criterion: Loss) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_fewer_words_than_columns(world_size: int) -> None:
-    shape = (plain, apart, False, False, 128)
+    shape = (plain, cloned, False, False, 128)
     found = trained(*shape, world_size=world_size, loss_tiles=3)
     assert Accumulate in ends(found[0], "forward")
     assert not ends(found[0], "backward")
@@ -391,7 +391,7 @@ def test_tiles_of_one_size_are_one_segment() -> None:
      (3, transposed), (3, binary))), (harness.run_processes, 3, upcast)],
 )  # fmt: skip
 def test_on_two_ranks(run: Any, stage: int, criterion: Loss) -> None:
-    train = partial(trained, criterion, apart, world_size=2, stage=stage, bucket_size="4KB")
+    train = partial(trained, criterion, cloned, world_size=2, stage=stage, bucket_size="4KB")
     for ours, theirs in zip(train(run=run, loss_tiles=3), train(loss_tiles=1), strict=True):
         assert ends(ours, "forward").count(Accumulate) >= 3
         assert_alike([ours], [theirs])

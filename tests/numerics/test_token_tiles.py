@@ -88,8 +88,8 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             used = {swiglu: ("up", "down", "gate"), fused: ("both", "down")}
             used |= dict.fromkeys((gelu, some, before_attention), ("up", "down"))
-            apart = {"up", "down", "gate", "both", "wide"} - {*used.get(middle, name.split("."))}
-            if middle in used and name.split(".")[2:3] and name.split(".")[2] in apart:
+            left_out = {"up", "down", "gate", "both", "wide"} - {*used.get(middle, name.split("."))}
+            if middle in used and name.split(".")[2:3] and name.split(".")[2] in left_out:
                 p.requires_grad_(False)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def stored(params: dict[str, nn.Parameter], buckets: int, folder: Path, times: i
     plan = Plan(
         3, 1, tuple(Bucket(i, f"b{i}", p, "use", Placement(optimizer="nvme")) for i, p in enumerate(parts) if p), 1
     )
-    store.settle(plan, 3)
+    store.place(plan, 3)
     return store
 
 

@@ -54,7 +54,7 @@ return [reduce_grad_default_3]""",
     )
 
 
-def test_gradients_of_different_parameters_stay_apart() -> None:
+def test_gradients_of_different_parameters_stay_separate() -> None:
     b = Builder()
     g = b.input("g", 4, 4)
     v, w = b.params("v", "w")

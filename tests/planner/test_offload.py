@@ -33,7 +33,7 @@ from zerograph.planner.estimate.training import Training
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.explain.plan_file import file_from_search
 from zerograph.planner.profile.offloaded import offloaded
-from zerograph.planner.programs.coarse import coarse_programs, settled
+from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.open_placements import PLACEMENTS
 from zerograph.planner.programs.placement import Shards, bucket_parts
@@ -68,7 +68,7 @@ def file_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> PlanF
     forecast, holdings = forecast_plan(scheduler, plan)
     budget = {tier: peak.bytes for tier, peak in forecast.peaks.items()}
     return PlanFile(
-        "any", plan, machine, budget, forecast, holdings, programs=settled(coarse_programs(scheduler, plan))
+        "any", plan, machine, budget, forecast, holdings, programs=snapshot(coarse_programs(scheduler, plan))
     )
 
 

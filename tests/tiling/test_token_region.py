@@ -99,7 +99,7 @@ def test_a_reduction_over_all_dimensions_sums_over_tokens() -> None:
     assert region_of(logits).cuts[total] is None
 
 
-def apart(b: Builder, logits: fx.Node) -> fx.Node:
+def viewed(b: Builder, logits: fx.Node) -> fx.Node:
     return b.call(aten.view.default, logits, [3, 4, WORDS])
 
 
@@ -108,7 +108,7 @@ def test_shifted_logits_are_a_head_of_fewer_tokens() -> None:
     b = Builder()
     logits = head(b)
     x, weight = logits.args
-    kept = b.call(aten.slice.Tensor, apart(b, logits), 1, 0, -1)
+    kept = b.call(aten.slice.Tensor, viewed(b, logits), 1, 0, -1)
     loss = b.call(aten.sum.dim_IntList, b.call(aten.clone.default, kept), [-1])
     zeros = b.call(aten.full.default, [3, 4, WORDS], 0)
     grad = b.call(aten.slice_scatter.default, zeros, b.call(aten.mul.Tensor, kept, kept), 1, 0, -1)
@@ -127,7 +127,7 @@ def test_shifted_logits_are_a_head_of_fewer_tokens() -> None:
 def test_words_may_stand_between_batch_and_sequence() -> None:
     b = Builder()
     logits = head(b)
-    turned = b.call(aten.permute.default, apart(b, logits), [0, 2, 1])
+    turned = b.call(aten.permute.default, viewed(b, logits), [0, 2, 1])
     most = b.call(aten.amax.default, turned, [1], True)
     total = b.call(aten.sum.dim_IntList, b.call(aten.sub.Tensor, turned, most), [1], True)
     b.output(b.call(aten.squeeze.dim, total, 1))
@@ -145,24 +145,24 @@ def softmax_over_tokens(b: Builder, logits: fx.Node) -> fx.Node:
 
 def shifted_and_whole(b: Builder, logits: fx.Node) -> fx.Node:
     """One term of the loss reads tokens that another one leaves out."""
-    kept = b.call(aten.sum.dim_IntList, b.call(aten.slice.Tensor, apart(b, logits), 1, 0, 3), [2])
+    kept = b.call(aten.sum.dim_IntList, b.call(aten.slice.Tensor, viewed(b, logits), 1, 0, 3), [2])
     return b.call(aten.add.Tensor, b.call(aten.sum.default, kept), b.call(aten.sum.default, logits))
 
 
 def of_two_windows(b: Builder, logits: fx.Node) -> fx.Node:
     """As predictions of several next tokens are compared."""
-    early, late = (b.call(aten.slice.Tensor, apart(b, logits), 1, at, at + 3) for at in (0, 1))
+    early, late = (b.call(aten.slice.Tensor, viewed(b, logits), 1, at, at + 3) for at in (0, 1))
     return b.call(aten.sum.default, b.call(aten.mul.Tensor, early, late))
 
 
 def written_among(b: Builder, logits: fx.Node) -> fx.Node:
     other = b.input("other", 3, 4, WORDS)
-    kept = b.call(aten.slice.Tensor, apart(b, logits), 1, 0, 3)
+    kept = b.call(aten.slice.Tensor, viewed(b, logits), 1, 0, 3)
     return b.call(aten.sum.dim_IntList, b.call(aten.slice_scatter.default, other, kept, 1, 0, 3), [2])
 
 
 def not_zero_outside(b: Builder, logits: fx.Node) -> fx.Node:
-    kept = b.call(aten.slice.Tensor, apart(b, logits), 1, 0, 3)
+    kept = b.call(aten.slice.Tensor, viewed(b, logits), 1, 0, 3)
     zeros = b.call(aten.full.default, [3, 4, WORDS], 0)
     written = b.call(aten.slice_scatter.default, zeros, kept, 1, 0, 3)
     return b.call(aten.sum.dim_IntList, b.call(aten.exp.default, written), [2])
@@ -171,11 +171,11 @@ def not_zero_outside(b: Builder, logits: fx.Node) -> fx.Node:
 def at_a_size(b: Builder, logits: fx.Node) -> fx.Node:
     end = b.graph.placeholder("end")
     end.meta["val"] = 3
-    return b.call(aten.slice.Tensor, apart(b, logits), 1, 0, end)
+    return b.call(aten.slice.Tensor, viewed(b, logits), 1, 0, end)
 
 
 def turned_around(b: Builder, logits: fx.Node) -> fx.Node:
-    return b.call(aten.permute.default, apart(b, logits), [1, 0, 2])
+    return b.call(aten.permute.default, viewed(b, logits), [1, 0, 2])
 
 
 def summed_up(b: Builder, logits: fx.Node) -> fx.Node:

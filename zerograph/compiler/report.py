@@ -13,7 +13,7 @@ from zerograph.core.config import Stage
 from zerograph.core.plan import Bucket
 from zerograph.core.units import format_bytes
 from zerograph.planner.profile.loss import why_whole
-from zerograph.planner.profile.tiling import apart
+from zerograph.planner.profile.tiling import not_looped
 from zerograph.planner.programs.process_memory import Resident
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.executor.telemetry import Telemetry
@@ -167,7 +167,7 @@ class Report:
                 f.index: TokenTiles(f.plan.loss_tiles, f.plan.token_tiles, len(f.plan.token_regions)) for f in compiled
             },
             whole_logits={f.index: why for f in compiled if (why := why_whole(f.step, f.plan.loss_tiles))},
-            apart={mlp: why for f in compiled for mlp, why in apart(f.plan, f.step).items()},
+            apart={mlp: why for f in compiled for mlp, why in not_looped(f.plan, f.step).items()},
             recorded=recorded,
         )
 

@@ -47,8 +47,8 @@ def left_in_tiles(step: Step, plan: Plan, graph: fx.Graph) -> Step:
     if gone := _whole_regions(plan, graph, backward):
         regions = tuple(region for region in step.token_regions if region.activation not in gone)
         step = replace(step, token_regions=regions)
-    if apart := _apart(plan, graph, backward):
-        step = replace(step, mlps=tuple(mlp for mlp in step.mlps if mlp.name not in apart))
+    if unlooped := _not_looped(plan, graph, backward):
+        step = replace(step, mlps=tuple(mlp for mlp in step.mlps if mlp.name not in unlooped))
     return step
 
 
@@ -79,11 +79,11 @@ def _whole_regions(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[s
     return set(whole)
 
 
-def _apart(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]:
+def _not_looped(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]:
     """The MLPs that ``plan`` has in a loop and that cannot run so in ``graph``, with a warning for each."""
-    loops, apart = plan.loops(), set[str]()
+    loops, unlooped = plan.loops(), set[str]()
     if not loops:
-        return apart
+        return unlooped
     read = Gathered.of(graph)
     for loop, buckets in loops.items():
         weights = {bucket.params[0].name: bucket.dim for bucket in buckets}
@@ -91,12 +91,12 @@ def _apart(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]:
             middle_of(read, weights)
             middle_of(read, weights, lambda node: node not in backward)
         except Mixes as error:
-            apart.add(loop)
+            unlooped.add(loop)
             log.warning(
                 "%s was planned in one loop of %d tiles, and its weights are in tiles one by one, because %s",
                 loop, buckets[0].tiles, error,
             )  # fmt: skip
-    return apart
+    return unlooped
 
 
 def why_logits_are_whole(product: fx.Node, backward: set[fx.Node]) -> str:

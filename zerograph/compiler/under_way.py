@@ -26,7 +26,7 @@ class UnderWay:
         phase: kind of the program, "update" for all that moves with states.
         bucket: -1 of activations.
         whole: whether the recording has all of what they belong to, and not a part of an update.
-        times: in which some were under way, in nanoseconds since 1970; apart from each other and ascending.
+        times: in which some were under way, in nanoseconds since 1970; disjoint and ascending.
     """
 
     stream: Stream
@@ -100,5 +100,5 @@ def seconds_of(moves: Iterable[UnderWay], programs: Sequence[Program]) -> dict[s
 
 
 def length(times: Iterable[Interval]) -> float:
-    """Seconds of intervals that are apart from each other."""
+    """Seconds of disjoint intervals."""
     return sum(end - begin for begin, end in times) / 1e9

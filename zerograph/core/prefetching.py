@@ -52,20 +52,20 @@ def gather_starts(
             told.
 
     One pass over the intervals: gathers start at most ``distance`` intervals early, so what is whole before that is
-    settled.
+    fixed.
     """
     starts: list[int] = []
     change = [0] * (len(ends) + 1)  # at the start of each interval, buckets gathered less buckets freed
     freed: dict[object, int] = {}  # where the last interval of a bucket ended: no bucket is gathered twice at a time
-    settled, whole_before = 0, 0
+    fixed, whole_before = 0, 0
     for i, (bucket, end) in enumerate(zip(buckets, ends, strict=True)):
         # No later gather begins before this point, so that what is whole there never changes again.
-        for at in range(settled, i - distance):
+        for at in range(fixed, i - distance):
             whole_before += change[at]
-        settled = max(settled, i - distance)
-        start, whole = max(freed.get(bucket, 0), settled), whole_before
+        fixed = max(fixed, i - distance)
+        start, whole = max(freed.get(bucket, 0), fixed), whole_before
         start = max(start, i - ahead[i]) if ahead is not None else start
-        for at in range(settled, i):
+        for at in range(fixed, i):
             whole += change[at]
             # One more would make `distance + 2` whole: the gather begins behind this interval.
             if whole > distance:

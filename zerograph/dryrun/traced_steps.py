@@ -101,8 +101,8 @@ class Steps:
         near = sorted(self._known, key=lambda n: (abs(n - size), n))
         chosen: list[int] = []
         for n in near:
-            apart = min((abs(n - other) for other in chosen), default=n)
-            if self._outlines[n] == self._outlines[near[0]] and FARTHEST * apart >= abs(n - size):
+            distance = min((abs(n - other) for other in chosen), default=n)
+            if self._outlines[n] == self._outlines[near[0]] and FARTHEST * distance >= abs(n - size):
                 chosen.append(n)
         if size == 1 or len(chosen) < POINTS[self.what]:
             return None

@@ -51,7 +51,7 @@ def clip_grad_norm_(
         require(max_norm >= 0, f"max_norm={max_norm}: the largest norm allowed cannot be negative", "for example 1.0")
     require_flag("error_if_nonfinite", error_if_nonfinite, "True raises where the norm is not finite")
     params = _tensors(parameters)
-    late_gradients.settle(params)
+    late_gradients.complete(params)
     grads = [p.grad for p in params if p.grad is not None]
     split = [g for g in grads if is_split(g)]
     whole = [local_tensor(g) for g in grads if not is_split(g)]

@@ -53,19 +53,19 @@ class DelayedSteps(StepsOf):
         if not self.moves:
             opt.start(grad_scale, clip).wait()
             return
-        apart, left = self._apart(), min(g.get("warmup", opt.defaults["warmup"]) for g in opt.param_groups)
+        late, left = self._late_params(), min(g.get("warmup", opt.defaults["warmup"]) for g in opt.param_groups)
         if left:
             opt.start(grad_scale, clip).wait()
         else:
-            self._begin(apart, grad_scale, clip)
+            self._begin(late, grad_scale, clip)
         for group in opt.param_groups:
             group["warmup"] = max(0, left - 1)
 
-    def _begin(self, apart: set[int], grad_scale: float | Tensor | None, clip: float | None) -> None:
+    def _begin(self, late: set[int], grad_scale: float | Tensor | None, clip: float | None) -> None:
         opt, store = self.optimizer, self.optimizer.store
         assert store is not None  # where copies are
         store.refuse_half_done()
-        beside, behind = self._rows(apart)
+        beside, behind = self._rows(late)
         factor = opt.factor([*beside, *behind], grad_scale, clip)
         arrival = store.copies.leave(p for row in beside for p in row.layout.params)
         update = opt.update(beside, factor, arrival) if factor is not None else None
@@ -80,13 +80,13 @@ class DelayedSteps(StepsOf):
         store.unsettled.add(self)
         update.stream_beside(store.in_background)
 
-    def _rows(self, apart: set[int]) -> tuple[list[UpdateRow], list[UpdateRow]]:
+    def _rows(self, late: set[int]) -> tuple[list[UpdateRow], list[UpdateRow]]:
         """The rows that are updated beside programs, and those that are not."""
         rows: tuple[list[UpdateRow], list[UpdateRow]] = [], []
         for index, group in enumerate(self.optimizer.param_groups):
             values = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}  # of this step
             for place in (0, 1):
-                params = [p for p in group["params"] if (id(p) in apart) is (place == 0)]
+                params = [p for p in group["params"] if (id(p) in late) is (place == 0)]
                 if params:
                     layout = self.optimizer.layout((index, place), group, params)
                     rows[place].append(UpdateRow((index, place), values, layout, layout.gradients()))
@@ -118,9 +118,9 @@ class DelayedSteps(StepsOf):
             tell_failed_step(opt, error)  # type: ignore[arg-type]
             raise
         if opt.steps is not None:
-            opt.steps.settled()
+            opt.steps.updated()
 
-    def _apart(self) -> set[int]:
+    def _late_params(self) -> set[int]:
         """By ``id``, the parameters that may change while programs compute."""
         store, params = self.optimizer.store, self.params
         if store is None:
@@ -131,10 +131,10 @@ class DelayedSteps(StepsOf):
         own = (places[id(param)].block for param in params if id(param) in places)
         if any(is_disk(store.gradients.tiers[block]) for block in own):
             self._refuse_idle("gradients on NVMe lie where the next backward writes its own")
-        apart = store.copies.set_apart(p for p in params if not delayed.is_read_eagerly(p))
-        if not apart:
+        late = store.copies.make_late(p for p in params if not delayed.is_read_eagerly(p))
+        if not late:
             self._refuse_idle("programs read the parameters themselves, and no copies of them in memory")
-        return apart
+        return late
 
     def _refuse_changed(self) -> None:
         changed = self._seen.changed

@@ -165,7 +165,7 @@ class HostOptimizer(Optimizer):
         """
         if self.late is not None:
             self.late.refuse("start_step()", "call step(), which does not wait for its update either")
-        self._settle()
+        self._wait_for_update()
         self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
         self._running = self.start(grad_scale, clip)
         self._running.failed = functools.partial(tell_failed_step, self)
@@ -180,11 +180,11 @@ class HostOptimizer(Optimizer):
         Raises:
             Exception: what an update failed with.
         """
-        self._settle()
+        self._wait_for_update()
         if self.late is not None:
             self.late.settle()
 
-    def _settle(self) -> None:
+    def _wait_for_update(self) -> None:
         if self._running is not None:
             self._running.wait()
             self._running = None
@@ -250,7 +250,7 @@ class HostOptimizer(Optimizer):
         return (
             len(devices) == 1
             and all(row.layout.is_elsewhere for row in rows)
-            and all(p is not None and p.is_settled(r.layout, r.grads) for p, r in zip(known, rows, strict=True))
+            and all(p is not None and p.is_complete(r.layout, r.grads) for p, r in zip(known, rows, strict=True))
             and (self.algorithm.skips_on_device or not asked.may_skip)
             and (asked.found_inf is None or asked.found_inf.device in devices)
         )
@@ -307,7 +307,7 @@ class HostOptimizer(Optimizer):
     def update(self, rows: Sequence[UpdateRow], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
         plans = self.prepare(rows)
-        calls, touched, stored, apart, passing = [], [], [], [], []
+        calls, touched, stored, sources, passing = [], [], [], [], []
         for plan, row in zip(plans, rows, strict=True):
             for part in plan.parts:
                 own = row.grads.of(part.indices)
@@ -315,7 +315,7 @@ class HostOptimizer(Optimizer):
                 touched.append((part, own))
                 if part.stored:
                     stored.append(Stored(part, plan.slots))
-                    apart.append((self.algorithm.rule(row.group), own))
+                    sources.append((self.algorithm.rule(row.group), own))
                 elif part.through_device:
                     passing.append((part, self.algorithm.rule(row.group), own))
                 elif part.tensors is None:
@@ -327,7 +327,7 @@ class HostOptimizer(Optimizer):
             _tell_target()
         streams = []
         if stored and self.store is not None:
-            streams.append(self._streamed(self.store, stored, apart, factor.number))
+            streams.append(self._streamed(self.store, stored, sources, factor.number))
         if passing and self.store is not None:
             through = ThroughDevice(self, self.store, [part for part, _, _ in passing], slots.SLOT)
             rules, theirs = [rule for _, rule, _ in passing], [own for _, _, own in passing]
@@ -348,13 +348,15 @@ class HostOptimizer(Optimizer):
             self.store.copies.updated(params)
 
     def _streamed(
-        self, store: ShardStore, stored: list[Stored], apart: list[tuple[_core.Rule, Gradients]], factor: float
+        self, store: ShardStore, stored: list[Stored], sources: list[tuple[_core.Rule, Gradients]], factor: float
     ) -> Callable[[], None]:
         """The function that updates parts whose states are on NVMe."""
         key = tuple(id(s.part) for s in stored)
         if key not in self._streams:
             self._streams[key] = Stream(self, store, stored)
-        return functools.partial(self._streams[key].run, [rule for rule, _ in apart], [own for _, own in apart], factor)
+        return functools.partial(
+            self._streams[key].run, [rule for rule, _ in sources], [own for _, own in sources], factor
+        )
 
     def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: Factor) -> None:
         pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
@@ -373,7 +375,7 @@ class HostOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, after an update that is under way."""
-        self._settle()
+        self._wait_for_update()
         if isinstance(self.late, ForwardSteps) and not set_to_none:
             self.late.settle()  # it reads the gradients
         super().zero_grad(set_to_none)

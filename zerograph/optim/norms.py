@@ -65,7 +65,7 @@ def norms(model: nn.Module, norm_type: float = 2.0) -> Norms:
     params = dict(model_given(model, "zerograph.norms").named_parameters())
     _refuse_meta(params)
     delayed.settle(params.values())
-    late_gradients.settle(params.values())
+    late_gradients.complete(params.values())
     # Split parameters first, each with a place for its gradient: ranks add up vectors of one length.
     split = [p for p in params.values() if is_split(p)]
     whole = [p for p in params.values() if not is_split(p)]

@@ -164,7 +164,7 @@ class GroupParts:
             and _addresses(self._locals) == self._addresses
         )
 
-    def is_settled(self, layout: GroupLayout, grads: Gradients) -> bool:
+    def is_complete(self, layout: GroupLayout, grads: Gradients) -> bool:
         """Whether they have all that has a gradient, and none is updated for the first time."""
         return self.layout is layout and self._covers(grads) and not any(any(part.fresh) for part in self.parts)
 

@@ -15,14 +15,14 @@ C = TypeVar("C")
 def through_slots(
     chunks: Sequence[C],
     read: Callable[[C], None],
-    settle: Callable[[C], None],
+    wait: Callable[[C], None],
     update: Callable[[C], _core.Ticket],
     write: Callable[[C], None],
     ended: Callable[[C, int, int], None] = lambda *_: None,
 ) -> None:
     """While one of ``chunks`` is updated, the next ones are read and the one before is written.
 
-    Each has the slot of the one :data:`SLOTS` before it. ``read`` and ``write`` begin transfers, for which ``settle``
+    Each has the slot of the one :data:`SLOTS` before it. ``read`` and ``write`` begin transfers, for which ``wait``
     waits. Where anything raises, transfers may be under way, and no update is. ``ended`` hears of each update when it
     began and ended, in nanoseconds since 1970.
     """
@@ -30,17 +30,17 @@ def through_slots(
     for chunk in chunks[:ahead]:
         read(chunk)
     for i, chunk in enumerate(chunks):
-        settle(chunk)
+        wait(chunk)
         begin = time.time_ns()
         ticket = update(chunk)
         try:
             if i + ahead < len(chunks):
                 if i:
-                    settle(chunks[i - 1])  # in whose slot the next one is read
+                    wait(chunks[i - 1])  # in whose slot the next one is read
                 read(chunks[i + ahead])
         finally:
             ticket.wait()
             ended(chunk, begin, ticket.ended)
         write(chunk)
     for chunk in chunks[-SLOTS:]:
-        settle(chunk)
+        wait(chunk)

@@ -237,7 +237,7 @@ class Stream:
             through_slots(
                 self._chunks,
                 lambda chunk: self._read(chunk, grads),
-                self._settle,
+                self._wait,
                 lambda chunk: _core.update(self._calls(chunk, rules, grads), factor),
                 self._write,
                 lambda chunk, *times: self._store.timings.add("cpu_update", self._purpose(chunk), *times),
@@ -255,7 +255,7 @@ class Stream:
         """Keep of what was read ahead only what nobody has touched since: a checkpoint that was loaded, the user."""
         for chunk in self._chunks[: SLOTS - 1]:
             if chunk.is_ahead:
-                self._settle(chunk)
+                self._wait(chunk)
                 # Pages that were touched may be gone again, but then the files are newer.
                 chunk.is_ahead = self._store.slots.is_as_left and not any(
                     kind.extent is not None
@@ -358,7 +358,7 @@ class Stream:
                 transfer(extent, chunk.view(kind), priority, offset=offset, purpose=self._purpose(chunk))
             )
 
-    def _settle(self, chunk: _StoredChunk) -> None:
+    def _wait(self, chunk: _StoredChunk) -> None:
         while chunk.under_way:
             self._arena.wait(chunk.under_way[-1])
             chunk.under_way.pop()

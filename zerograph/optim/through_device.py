@@ -26,7 +26,7 @@ from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.offload.host import Transfer
 from zerograph.runtime.offload.shards import ShardStore
 
-_APART = 256
+_ALIGNED = 256
 """Bytes: what is in a slot begins at multiples, where vector loads are aligned."""
 
 
@@ -49,7 +49,7 @@ class _CopiedChunk:
     tensors: _core.TensorSet
     under_way: list[Transfer] = field(default_factory=list)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what is copied to the slot, or from it."""
         while self.under_way:
             self.under_way.pop().arrive()
@@ -84,7 +84,7 @@ class ThroughDevice:
             through_slots(
                 chunks,
                 lambda chunk: self._copy_up(chunk, grads[chunk.part]),
-                _CopiedChunk.settle,
+                _CopiedChunk.wait,
                 lambda chunk: _core.update([self._call(chunk, rules[chunk.part], grads[chunk.part])], factor),
                 lambda chunk: self._copy_down(chunk, grads[chunk.part], follow[chunk.part]),
             )
@@ -95,7 +95,7 @@ class ThroughDevice:
             for chunk in chunks:
                 while chunk.under_way:
                     with contextlib.suppress(Exception):  # the first error is on its way to the caller
-                        chunk.settle()
+                        chunk.wait()
             raise
 
     def _cut_slots(self, chunks: list[_CopiedChunk]) -> None:
@@ -170,13 +170,13 @@ def _cut(part: Part, most: int) -> Iterator[list[_CopiedPiece]]:
     for index, member in enumerate(part.members):
         first, count = 0, member.local.numel()
         while first < count:
-            room = (most - end) // _APART * _APART - len(sizes) * _APART
+            room = (most - end) // _ALIGNED * _ALIGNED - len(sizes) * _ALIGNED
             size = min(count - first, max(room // sum(sizes), 0 if pieces else 1))
             if size:
                 at = []
                 for each in sizes:
                     at.append(end)
-                    end += -(-size * each // _APART) * _APART
+                    end += -(-size * each // _ALIGNED) * _ALIGNED
                 pieces.append(_CopiedPiece(index, first, size, tuple(at)))
                 first += size
             if first < count:

@@ -81,7 +81,7 @@ class Adoption:
     def complete_gradients(self) -> None:
         """Reduce with the other ranks what no backward of this one has: gradients of what ranks read as they like."""
         if self.reads is not None:
-            self.reads.late.settle()
+            self.reads.late.complete()
 
     def compiling(self, code: str) -> AbstractContextManager[None]:
         """Around a compilation: other ranks, who may wait to compare, hear when it fails here."""

@@ -84,7 +84,7 @@ class Unsharded:
         what that forward read."""
         if not in_backward():
             self.reads.late.forget()
-            self.reads.late.settle()
+            self.reads.late.complete()
             self._full.clear()
         if not self._full:
             self._gather(what)

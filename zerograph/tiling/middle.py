@@ -148,14 +148,14 @@ class _MiddleGrowth(Growth):
                 raise Mixes(node, "makes several tensors of them")
             source = next(n for n in node.all_input_nodes if self.inside(n) is not None)
             self.enter(node, self._result(node, source), source)
-        self._settle()
+        self._drop_inner()
 
     def _push(self, node: fx.Node) -> None:
         """The readers of ``node`` are to be looked at."""
         for user in node.users:
             heapq.heappush(self.waiting, user)
 
-    def _settle(self) -> None:
+    def _drop_inner(self) -> None:
         """Remove from the given arguments those that were found inside afterwards."""
         for (node, source), cut in list(self.region.given.items()):
             found = self.inside(source)

@@ -147,8 +147,8 @@ class RegionGrowth(Growth):
         if tokens is None:
             return
         shape = shape_of(node)
-        apart = math.prod(shape[tokens.dims[0] : tokens.dim]) != math.prod(tokens.sizes(shape)[:-1])
-        if apart or not node.meta["val"].is_contiguous():
+        split = math.prod(shape[tokens.dims[0] : tokens.dim]) != math.prod(tokens.sizes(shape)[:-1])
+        if split or not node.meta["val"].is_contiguous():
             raise Mixes(node, "lies in memory in another order than its dimensions")
 
     def _users(self, node: fx.Node) -> list[fx.Node]:

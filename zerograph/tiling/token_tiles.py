@@ -105,8 +105,8 @@ class _TokenLoop:
         """The tokens of ``source`` that the loss looks at; ``before`` and ``behind`` are the sizes around them."""
         window = self.region.window
         assert window is not None  # there are more tokens than the loss looks at
-        apart = computed(self.graph, aten.reshape.default, (source, [*before, *window.sizes, *behind]), source)
-        args = (apart, len(before) + window.dim, window.begin, window.end, window.step)
+        viewed = computed(self.graph, aten.reshape.default, (source, [*before, *window.sizes, *behind]), source)
+        args = (viewed, len(before) + window.dim, window.begin, window.end, window.step)
         return computed(self.graph, aten.slice.Tensor, args, source)
 
     def _among_zeros(self, made: fx.Node, dim: int) -> fx.Node:
@@ -114,10 +114,10 @@ class _TokenLoop:
         window, val = self.region.window, made.meta["val"]
         assert window is not None
         kept, whole = ([*val.shape[:dim], *sizes, *val.shape[dim + 1 :]] for sizes in (window.kept, window.sizes))
-        apart = computed(self.graph, aten.view.default, (made, kept), made)
+        viewed = computed(self.graph, aten.view.default, (made, kept), made)
         zeros = call(self.graph, aten.full.default, (whole, 0), val.new_zeros(whole), made)
         zeros.kwargs = {"dtype": val.dtype, "device": val.device}
-        args = (zeros, apart, dim + window.dim, window.begin, window.end, window.step)
+        args = (zeros, viewed, dim + window.dim, window.begin, window.end, window.step)
         return computed(self.graph, aten.slice_scatter.default, args, made)
 
     def _end(self, node: fx.Node, made: tuple[fx.Node, ...], into: fx.Node | None, tile: tuple[int, int]) -> fx.Node:

@@ -18,7 +18,7 @@ SEEN = {
     "no blue": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
 }
 """What is seen of linear red, green and blue without one kind of cone (Machado, Oliveira, Fernandes, 2009)."""
-APART = 10.0
+DISTANCE = 10.0
 """Distance in CIELAB; 2.3 is said to be just noticeable."""
 
 
@@ -56,4 +56,4 @@ def test_any_two_kinds_are_distinguished(eye: str) -> None:
         return lab(tuple(min(1.0, max(0.0, sum(a * b for a, b in zip(row, rgb, strict=True)))) for row in SEEN[eye]))
 
     for (one, (a, _)), (other, (b, _)) in combinations(KIND_COLOURS.items(), 2):
-        assert dist(seen(a), seen(b)) > APART, (one, other)
+        assert dist(seen(a), seen(b)) > DISTANCE, (one, other)

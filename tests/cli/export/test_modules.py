@@ -26,7 +26,7 @@ def test_repeated_layers_are_one_row() -> None:
     assert group.children[3].reasons[0].subject == "blocks.3"
 
 
-def test_layers_of_another_shape_stay_apart() -> None:
+def test_layers_of_another_shape_stay_separate() -> None:
     file = plan_file(6)
     held = tuple(Holding("x", "activation", "device", 1, 0, 1, f"blocks.{i}.moe.gate") for i in (1, 2, 5))
     (blocks, _) = module_tree(replace(file, holdings=file.holdings + held))
@@ -41,7 +41,7 @@ def test_a_bucket_over_several_modules_is_one_row() -> None:
     assert [row.label for row in tree] == ["blocks.0.norm .. head", "blocks", ""]
 
 
-def test_layers_of_other_decisions_stay_apart() -> None:
+def test_layers_of_other_decisions_stay_separate() -> None:
     file = plan_file(6)
     first = replace(file.reasons[1], decision="step")  # of blocks.0
     (blocks, _) = module_tree(replace(file, reasons=(file.reasons[0], first, *file.reasons[2:])))

@@ -20,14 +20,14 @@ from zerograph.core.instructions import Compute, Free, Gather, Place, View, Wait
 from zerograph.core.plan import Param, tile_params
 from zerograph.core.program import Program, Register, Segment
 from zerograph.core.segment_profile import SegmentProfile
-from zerograph.planner.programs.coarse import coarse_programs, settled
+from zerograph.planner.programs.coarse import coarse_programs, snapshot
 
 
 @settings(max_examples=examples(20), deadline=None)
 @given(plans())
 def test_coarse_programs_read_back_equal_themselves(found: Drawn) -> None:
     step, plan, machine, moments = found
-    programs = settled(coarse_programs(scheduler_of(step, plan, machine, moments), plan))
+    programs = snapshot(coarse_programs(scheduler_of(step, plan, machine, moments), plan))
     assert again(programs) == programs
 
 

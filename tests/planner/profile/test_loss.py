@@ -20,7 +20,7 @@ from zerograph.planner.explain.check import check_plan
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_whole, with_loss_tiles
 from zerograph.planner.profile.optimizer import with_updates
-from zerograph.planner.programs.coarse import coarse_programs, settled
+from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.search.constraints import Constraints
@@ -184,7 +184,7 @@ def test_updates_run_beside_programs_whose_forward_makes_gradients_of_the_head(o
     space = next(space for space in search.spaces if space.plan.loss_tiles == 4)
     buckets = tuple(replace(bucket, placement=placement) for bucket in space.plan.buckets)
     plan = replace(space.plan, buckets=buckets, overlap=overlap)
-    programs = settled(coarse_programs(space.scheduler, plan))
+    programs = snapshot(coarse_programs(space.scheduler, plan))
     head = len(buckets) - 1
     reduced = [{each.bucket for each in program.instructions if isinstance(each, Reduce)} for program in programs]
     assert reduced == [set(), set(range(head + 1)), set()]

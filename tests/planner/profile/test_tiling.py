@@ -17,7 +17,7 @@ from zerograph.core.step import Mlp, Step
 from zerograph.planner import plan_step
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.explain.replay import replay
-from zerograph.planner.profile.tiling import apart, in_loops, looped, refuse_unknown, tiles_wanted
+from zerograph.planner.profile.tiling import in_loops, looped, not_looped, refuse_unknown, tiles_wanted
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 
@@ -115,7 +115,7 @@ def test_weights_of_an_mlp_in_as_many_tiles_run_in_one_loop() -> None:
     assert _cuts(found) == [(4, 0, "mlp"), (4, 1, "mlp")]
     assert not list(found.mistakes()) and not check_plan(step, found)
     assert Plan.from_json(found.to_json()) == found
-    assert apart(plan, step) == apart(found, step) == {}
+    assert not_looped(plan, step) == not_looped(found, step) == {}
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def test_weights_of_an_mlp_in_as_many_tiles_run_in_one_loop() -> None:
 def test_elsewhere_each_weight_has_tiles_of_its_rows(tiles: tuple[int, int], options: Any, why: str) -> None:
     step, plan = _mlp(tiles, **options)
     assert in_loops(plan, step) == plan
-    assert list(apart(plan, step)) == ["mlp"] and apart(plan, step)["mlp"].startswith(why)
+    assert list(not_looped(plan, step)) == ["mlp"] and not_looped(plan, step)["mlp"].startswith(why)
 
 
 def test_nothing_is_said_of_an_mlp_that_is_whole() -> None:
     step, plan = _mlp((1, 1))
     assert in_loops(plan, step) == plan
-    assert apart(plan, step) == {}
+    assert not_looped(plan, step) == {}
 
 
 def test_of_a_middle_a_loop_holds_two_tiles() -> None:

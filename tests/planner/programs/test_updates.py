@@ -18,7 +18,7 @@ from zerograph.core.placement import updated_late
 from zerograph.core.plan import OVERLAPS, Bucket, Overlap, Param, Placement, Plan
 from zerograph.core.program import Program, Register
 from zerograph.core.timeline import Forecast, Span
-from zerograph.planner.programs.coarse import coarse_programs, settled
+from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
@@ -74,7 +74,7 @@ def test_only_what_nothing_computes_beside_takes_time(placement: Placement) -> N
 @pytest.mark.parametrize("placement", [HOST, GRADIENTS, NVME], ids=str)
 def test_gradients_of_the_step_before_are_held_until_they_are_used(placement: Placement) -> None:
     scheduler, plan = plan_of(placement, "forward")
-    programs = settled(coarse_programs(scheduler, plan))
+    programs = snapshot(coarse_programs(scheduler, plan))
     assert check_programs(programs, plan) == []
     found, holdings = forecast_plan(scheduler, plan)
     gradients = [h for h in holdings if h.kind == "gradient" and h.name.startswith("gradient of") and h.first == -1]
@@ -92,7 +92,7 @@ def test_gradients_of_the_step_before_are_held_until_they_are_used(placement: Pl
 def test_a_gather_that_waits_for_no_update_is_found(placement: Placement, tiles: int) -> None:
     """Each end of each update is taken from what reads it."""
     scheduler, plan = plan_of(placement, "forward", tiles)
-    forward, *rest = settled(coarse_programs(scheduler, plan))
+    forward, *rest = snapshot(coarse_programs(scheduler, plan))
     ends = {r for each in forward.instructions for r in each.writes if forward.contents[r].name.startswith("end of ")}
     assert len(ends) >= LAYERS * tiles
     for end in ends:
@@ -108,7 +108,7 @@ def test_a_gather_that_waits_for_no_update_is_found(placement: Placement, tiles:
 def test_updates_stand_where_the_plan_has_them() -> None:
     places: dict[Overlap, str] = {"none": "update", "backward": "backward", "forward": "forward"}
     for (own, here), (other, there) in permutations(places.items(), 2):
-        found = check_programs(settled(coarse_programs(*plan_of(GRADIENTS, own))), plan_of(GRADIENTS, other)[1])
+        found = check_programs(snapshot(coarse_programs(*plan_of(GRADIENTS, own))), plan_of(GRADIENTS, other)[1])
         assert {each.check for each in found} == {"overlap"}
         texts = f"is in the {here}, and by the plan in the {there}", "is not updated inside of the backward"
         assert all(any(text in each.message for text in texts) for each in found)
@@ -130,7 +130,7 @@ def test_a_backward_updates_each_bucket_when_it_has_done_with_it(placement: Plac
     scheduler, plan = plan_of(placement, "backward")
     left = [h for h in forecast_plan(scheduler, plan)[1] if h.kind == "gradient" and h.last == -1]
     assert not left  # but what every rank holds whole, of which these layers have nothing
-    assert check_programs(settled(coarse_programs(scheduler, plan)), plan) == []
+    assert check_programs(snapshot(coarse_programs(scheduler, plan)), plan) == []
 
 
 def test_few_gradients_wait_for_updates_on_nvme() -> None:
@@ -150,7 +150,7 @@ def test_a_delayed_step_holds_two_sets_of_gradients_of_all_buckets() -> None:
     for overlap in ("none", "delayed"):
         mixed = replace(plan, buckets=tuple(buckets), overlap=overlap)
         found[overlap], holdings = forecast_plan(scheduler, mixed)
-        assert check_programs(settled(coarse_programs(scheduler, mixed)), mixed) == []
+        assert check_programs(snapshot(coarse_programs(scheduler, mixed)), mixed) == []
     (own, *_) = (part.shards.gradient for part in scheduler.bucket_parts(0, 1))
     old = [h for h in holdings if h.kind == "gradient" and h.first == -1]
     assert {tier: sum(h.bytes for h in old if h.tier == tier) for tier in ("device", "host")} == {
@@ -167,7 +167,7 @@ def test_updates_that_are_lost_or_elsewhere_are_found(placement: Placement, over
     scheduler, plan = plan_of(placement, overlap)
     buckets = tuple(replace(b, placement=placement if b.index % 2 else Placement()) for b in plan.buckets)
     plan = replace(plan, buckets=buckets)
-    programs = settled(coarse_programs(scheduler, plan))
+    programs = snapshot(coarse_programs(scheduler, plan))
     assert check_programs(programs, plan) == []
     for number, program in enumerate(programs):
         for each in program.instructions:
@@ -185,7 +185,7 @@ def test_updates_that_are_lost_or_elsewhere_are_found(placement: Placement, over
 @pytest.mark.parametrize("placement", [HOST, NVME, GRADIENTS], ids=str)
 def test_what_an_update_wrote_is_offloaded(placement: Placement) -> None:
     scheduler, plan = plan_of(placement, "none")
-    *before, update = settled(coarse_programs(scheduler, plan))
+    *before, update = snapshot(coarse_programs(scheduler, plan))
     kept = [
         each for each in update.instructions if not isinstance(each, Move) or (each.rises and each.what == "states")
     ]
@@ -197,7 +197,7 @@ def test_what_an_update_wrote_is_offloaded(placement: Placement) -> None:
 @pytest.mark.parametrize("placement", [Placement(), GRADIENTS], ids=str)
 def test_work_for_what_is_updated_already_is_found(placement: Placement) -> None:
     scheduler, plan = plan_of(placement, "backward")
-    forward, backward, update = settled(coarse_programs(scheduler, plan))
+    forward, backward, update = snapshot(coarse_programs(scheduler, plan))
     first = next(at for at, each in enumerate(backward.instructions) if each.operation == "update")
     moved = [*backward.instructions, *backward.instructions[:first]]
     found = check_programs([forward, replace(backward, instructions=moved), update], plan)
@@ -213,7 +213,7 @@ def test_micro_batches_leave_updates_to_the_step() -> None:
 
 def test_registers_that_are_given_are_there_once_and_read() -> None:
     scheduler, plan = plan_of(GRADIENTS, "forward")
-    forward, *rest = programs = settled(coarse_programs(scheduler, plan))
+    forward, *rest = programs = snapshot(coarse_programs(scheduler, plan))
     assert {w.check for w in check_programs([replace(forward, given=forward.given[1:]), *rest], plan)} == {"reads"}
     read = {register for program in programs for each in program.instructions for register in each.reads}
     unread = next(at for at in range(len(forward.contents)) if at not in read)
@@ -231,7 +231,7 @@ def test_registers_that_are_given_are_there_once_and_read() -> None:
 
 
 def test_a_file_moves_between_tiers_that_are_there() -> None:
-    data = programs_data(settled(coarse_programs(*plan_of(GRADIENTS, "none"))))
+    data = programs_data(snapshot(coarse_programs(*plan_of(GRADIENTS, "none"))))
     data["programs"][0]["instructions"]["Move"]["target"]["of"][0] = "tape"
     with pytest.raises(ValueError, match="moves bytes from host to tape"):
         programs_of(data)
@@ -259,7 +259,7 @@ def test_a_delayed_update_of_states_on_nvme_writes_a_second_copy(gradients: Tier
     placement = Placement("device", gradients, "nvme")
     scheduler, plan = plan_of(placement, "delayed", tiles)
     found, holdings = forecast_plan(scheduler, plan)
-    assert check_programs(settled(coarse_programs(scheduler, plan)), plan) == []
+    assert check_programs(snapshot(coarse_programs(scheduler, plan)), plan) == []
     # States are read at once, and copies change behind the backward.
     states = [span for span in found.spans if span.what == "states"]
     assert {span.operation for span in states} == {"read", "update", "write"} and states[0].start == 0
@@ -279,7 +279,7 @@ def test_a_delayed_update_runs_beside_the_whole_next_step(placement: Placement, 
     """No gather waits for it, copies change behind the backward, and two sets of gradients are held."""
     scheduler, plan = plan_of(placement, "delayed", tiles)
     found, holdings = forecast_plan(scheduler, plan)
-    assert check_programs(settled(coarse_programs(scheduler, plan)), plan) == []
+    assert check_programs(snapshot(coarse_programs(scheduler, plan)), plan) == []
     computes = [span for span in found.spans if span.stream == "compute" and span.phase != "update"]
     assert len(updates(found)) == LAYERS * tiles and updates(found)[0].start == 0
     follows = [span for span in found.spans if span.what == "parameters"]
@@ -295,7 +295,7 @@ def test_a_delayed_update_runs_beside_the_whole_next_step(placement: Placement, 
 
 def test_a_copy_that_changes_while_programs_compute_with_it_is_found() -> None:
     scheduler, plan = plan_of(HOST, "delayed")
-    forward, backward, update = settled(coarse_programs(scheduler, plan))
+    forward, backward, update = snapshot(coarse_programs(scheduler, plan))
     moved = [each for each in update.instructions if getattr(each, "what", "") == "parameters"]
     early = replace(backward, instructions=[*backward.instructions, *moved])
     found = check_programs([forward, early, update], plan)
@@ -305,7 +305,7 @@ def test_a_copy_that_changes_while_programs_compute_with_it_is_found() -> None:
 def test_parameters_without_a_copy_are_updated_behind_the_backward() -> None:
     """Those of which programs gather the values themselves, or copies on NVMe."""
     scheduler, plan = plan_of(GRADIENTS, "delayed")
-    forward, _, update = settled(coarse_programs(scheduler, plan))
+    forward, _, update = snapshot(coarse_programs(scheduler, plan))
     assert sum(each.operation == "update" and each.stream == "cpu_update" for each in update.instructions) == LAYERS
     # By gradients of the step before, and those of this one are kept.
     earlier = set(forward.given)

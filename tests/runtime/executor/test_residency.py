@@ -56,7 +56,7 @@ KINDS = ["forward", "backward", "forward", "backward", "inference", "forward"]
 
 
 @pytest.mark.parametrize(
-    ("residency", "apart", "under_no_sync"),
+    ("residency", "gathers", "under_no_sync"),
     [
         ("use", [True] * 6, [True] * 6),
         ("backward", [True, False, True, False, True, True], [True, False, True, False, True, True]),
@@ -64,10 +64,10 @@ KINDS = ["forward", "backward", "forward", "backward", "inference", "forward"]
     ],
 )
 def test_how_long_a_bucket_stays_whole(
-    made: Made, residency: Residency, apart: list[bool], under_no_sync: list[bool]
+    made: Made, residency: Residency, gathers: list[bool], under_no_sync: list[bool]
 ) -> None:
     cache, _, accumulation, comm = made
-    assert [gather(cache, kind, residency) for kind in KINDS] == apart
+    assert [gather(cache, kind, residency) for kind in KINDS] == gathers
     cache.clear()
     with holding(accumulation, comm):
         assert [gather(cache, kind, residency) for kind in KINDS] == under_no_sync
@@ -115,7 +115,7 @@ def test_what_is_dropped_is_gone(made: Made) -> None:
     assert not cache.holds(0) and cache.bytes == 0
 
 
-def test_steps_of_own_optimizers_are_counted_apart() -> None:
+def test_steps_of_own_optimizers_are_counted_separately() -> None:
     """With a learning rate of 0 DCP makes states on ranks that have none, which is no step that ranks must share."""
     ours, theirs = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     count = StepCount({id(ours)})

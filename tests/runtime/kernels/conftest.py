@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-Apart = Callable[..., Any]
+InProcess = Callable[..., Any]
 
 
 def _begin(environment: dict[str, str]) -> None:
@@ -36,18 +36,18 @@ def _round_as_gpus_do() -> None:
     InterpreterBuilder.cast_impl = InterpreterBuilder.create_fp_trunc = cast
 
 
-def _process(environment: dict[str, str]) -> Iterator[Apart]:
+def _process(environment: dict[str, str]) -> Iterator[InProcess]:
     with ProcessPoolExecutor(1, mp.get_context("spawn"), _begin, (environment,)) as pool:
         yield lambda function, *args: pool.submit(function, *args).result()
 
 
 @pytest.fixture(scope="session")
-def interpreted() -> Iterator[Apart]:
+def interpreted() -> Iterator[InProcess]:
     """Calls a function in a process in which kernels are interpreted."""
     yield from _process({"TRITON_INTERPRET": "1"})
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     """Calls a function in a process in which kernels are compiled, into a cache of their own."""
     yield from _process({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))})

@@ -262,7 +262,7 @@ def test_closing_waits_for_what_is_under_way(engine: str, tmp_path: Path) -> Non
     slowed(arena, 8)
     tickets = [arena.write(arena.allocate(MIB), huge_tensor(MIB)) for _ in range(8)]
     arena.close()
-    assert all(t.settled and t.error is None for t in tickets)
+    assert all(t.finished and t.error is None for t in tickets)
     for ticket in tickets:
         arena.wait(ticket)
     with pytest.raises(ValueError, match="closed"):

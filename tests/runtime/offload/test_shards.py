@@ -52,7 +52,7 @@ def params() -> dict[str, nn.Parameter]:
 def test_states_of_a_bucket_lie_one_behind_another(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, holder = store_of(tmp_path, params), owner()
     specs = tuple(described(name, p, sharded=name != "whole") for name, p in params.items())
-    store.settle(plan_of(specs), 2)
+    store.place(plan_of(specs), 2)
     assert store.copies.copy_of(params["a"]) is None  # what computes in its own dtype stays
     places = store.locations.places()
     assert places.keys() == {id(params[name]) for name in ("a", "empty", "b")}
@@ -71,7 +71,7 @@ def test_states_of_a_bucket_lie_one_behind_another(params: dict[str, nn.Paramete
 
 def test_a_state_that_is_asked_for_again_begins_anew(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, holder = store_of(tmp_path, params), owner()
-    store.settle(plan_of((described("a", params["a"]),)), 2)
+    store.place(plan_of((described("a", params["a"]),)), 2)
     place = store.locations.places()[id(params["a"])]
     store.states.of(holder, place, "m", torch.float32, params["a"], 0.0).fill_(3.0)
     assert store.states.of(holder, place, "m", torch.float32, params["a"], 1.0).eq(1.0).all()
@@ -79,7 +79,7 @@ def test_a_state_that_is_asked_for_again_begins_anew(params: dict[str, nn.Parame
 
 def test_extents_of_optimizers_that_are_gone_are_used_again(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store = store_of(tmp_path, params)
-    store.settle(plan_of((described("b", params["b"]),)), 1)  # room for one moment of each parameter
+    store.place(plan_of((described("b", params["b"]),)), 1)  # room for one moment of each parameter
     place = store.locations.places()[id(params["b"])]
     for value in range(5):
         holder = owner()
@@ -104,7 +104,7 @@ def test_what_was_made_on_nvme_and_stays_is_brought_into_memory(
         params[name].data = early.copy_(wanted[name])
     leaves, stays = (Bucket(i, name, (described(name, params[name]),), "use") for i, name in enumerate(names))
     seen = list[torch.Tensor]()
-    store.settle(Plan(3, 2, (replace(leaves, placement=offloaded), stays), 1), 2, moved=seen.append)
+    store.place(Plan(3, 2, (replace(leaves, placement=offloaded), stays), 1), 2, moved=seen.append)
     assert [any(p is params[name] for p in seen) for name in names] == [True, True]
     assert [store.room.arena.maps(params[name]) for name in names] == [True, False]
     assert all(torch.equal(params[name], wanted[name]) for name in names)
@@ -124,11 +124,11 @@ def test_room_is_reserved_for_what_leaves(params: dict[str, nn.Parameter], tmp_p
 
 def test_the_first_plan_decides(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store = store_of(tmp_path, params)
-    store.settle(plan_of((described("a", params["a"]),), placement=Placement()), 2)
+    store.place(plan_of((described("a", params["a"]),), placement=Placement()), 2)
     assert store.room.opened is None and store.locations.places() == {}
-    store.settle(plan_of((described("a", params["a"]),)), 2)
+    store.place(plan_of((described("a", params["a"]),)), 2)
     first = store.locations.places()[id(params["a"])]
-    store.settle(plan_of((described("b", params["b"]), described("a", params["a"]))), 2)
+    store.place(plan_of((described("b", params["b"]), described("a", params["a"]))), 2)
     assert store.locations.places()[id(params["a"])] == first
     assert store.locations.places()[id(params["b"])].begin == 0
 
@@ -136,7 +136,7 @@ def test_the_first_plan_decides(params: dict[str, nn.Parameter], tmp_path: Path)
 def test_masters_leave_and_copies_follow_them(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, a = store_of(tmp_path, params), params["a"]
     before, specs = a.detach().clone(), described("a", a, "bfloat16")
-    store.settle(plan_of((specs,)), 2)
+    store.place(plan_of((specs,)), 2)
     assert torch.equal(a, before) and store.room.arena.maps(a)
 
     def gathered() -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_masters_leave_and_copies_follow_them(params: dict[str, nn.Parameter], t
 def test_what_nobody_gathers_stays(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, a = store_of(tmp_path, params), params["a"]
     address = a.data_ptr()
-    store.settle(plan_of((described("a", a, "bfloat16", sharded=False),), world_size=1), 2)
+    store.place(plan_of((described("a", a, "bfloat16", sharded=False),), world_size=1), 2)
     assert a.data_ptr() == address and store.locations.places() == {} and store.room.opened is None
 
 
@@ -175,12 +175,12 @@ def test_a_parameter_that_cannot_be_written_stays_and_can_leave_later(
     arena._engine.inject([(FaultPoint.write, nth, 1, FaultEffect.error, errno.ENOSPC)])
     moved: list[torch.Tensor] = []
     with pytest.raises(StorageError, match="No space left"):
-        store.settle(plan, 2, moved.append)
+        store.place(plan, 2, moved.append)
     assert len(moved) == (2 if nth == 3 else 0)  # a bucket leaves as a whole
     for _ in range(2):
         for one in specs:
             (found,) = store.fetches.finish(store.fetches.start([one], [params[one.name]]))
             assert torch.equal(found, before[one.name]) and torch.equal(params[one.name], before[one.name])
-        store.settle(plan, 2, moved.append)
+        store.place(plan, 2, moved.append)
     assert len(moved) == 3 and all(arena.maps(params[one.name]) for one in specs)
     assert sum(store.bytes().values()) == arena.size - arena.free_bytes

@@ -14,7 +14,7 @@ from zerograph.planner.explain.check import require_plan
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.explain.infeasible import infeasible
 from zerograph.planner.explain.reasons import reasons
-from zerograph.planner.programs.coarse import coarse_programs, settled
+from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
@@ -77,7 +77,7 @@ def file_from_search(
         holdings=holdings,
         tokens=tokens,
         flops=sum(op.flops for op in step.ops),
-        programs=settled(coarse_programs(scheduler, plan)),
+        programs=snapshot(coarse_programs(scheduler, plan)),
     )
     why = reasons(plan, step, constraints, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
     file = replace(made, reasons=tuple(why))

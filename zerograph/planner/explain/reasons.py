@@ -12,7 +12,7 @@ from zerograph.core.plan import DEVICE, Bucket, Overlap, Plan
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
 from zerograph.core.units import format_bytes, format_seconds
-from zerograph.planner.profile.tiling import apart
+from zerograph.planner.profile.tiling import not_looped
 from zerograph.planner.programs.placement import Shards
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.search.constraints import Constraints
@@ -72,7 +72,7 @@ def reasons(
         yield Reason(
             loop, f"in one loop of {own[0].tiles} tiles over its hidden dimension", "its middle is never whole"
         )
-    for mlp, why in apart(plan, step).items():
+    for mlp, why in not_looped(plan, step).items():
         yield Reason(mlp, "each weight in tiles of its rows, by itself", why)
     yield from under_way(plan)
     yield from _updated(step, plan)

@@ -118,10 +118,10 @@ def _head_or_why(graph: Graph) -> Head | str:
     names = frozenset(graph.values[value].name for value in large)
     # A wide projection in front of the head is none.
     ahead = _ahead(graph, product)
-    apart = [i for i in products if i not in ahead and graph.size[graph.writes[i]] >= size // 2]
+    rest = [i for i in products if i not in ahead and graph.size[graph.writes[i]] >= size // 2]
     return Head(
         graph.ops[product].name, graph.activation[product], graph.params_read[product], names, weights,
-        frozenset(sums), size, tuple(graph.ops[i].source or graph.ops[i].name for i in apart),
+        frozenset(sums), size, tuple(graph.ops[i].source or graph.ops[i].name for i in rest),
     )  # fmt: skip
 
 

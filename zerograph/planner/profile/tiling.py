@@ -48,14 +48,14 @@ def in_loops(plan: Plan, step: Step) -> Plan:
     buckets, middle = list(plan.buckets), set[str]()
     for mlp in step.mlps:
         own, dims = _buckets_of(mlp, alone), dict(mlp.weights)
-        if any(bucket.tiles > 1 for bucket in own) and not _why_apart(mlp, own, plan.world_size):
+        if any(bucket.tiles > 1 for bucket in own) and not _why_not_looped(mlp, own, plan.world_size):
             for bucket in own:
                 buckets[bucket.index] = replace(bucket, dim=dims[bucket.params[0].name], loop=mlp.name)
             middle.update(mlp.middle)
     return _without_middle(replace(plan, buckets=tuple(buckets)), step, middle)
 
 
-def _why_apart(mlp: Mlp, own: Sequence[Bucket], world_size: int) -> str:
+def _why_not_looped(mlp: Mlp, own: Sequence[Bucket], world_size: int) -> str:
     """Why weights of an MLP that are in tiles do not run in one loop; empty where they can, or none is in tiles."""
     tiles = {bucket.tiles for bucket in own}
     if tiles <= {1}:
@@ -104,11 +104,11 @@ def strange_loops(plan: Plan, step: Step) -> frozenset[str]:
     return frozenset(loop for loop, weights in own.items() if weights not in known)
 
 
-def apart(plan: Plan, step: Step) -> dict[str, str]:
+def not_looped(plan: Plan, step: Step) -> dict[str, str]:
     """The MLPs whose weights have tiles of their own, and why; those that run in one loop are not among them."""
     loops, alone = plan.loops(), _alone(plan)
     left = (mlp for mlp in step.mlps if mlp.name not in loops)
-    found = {mlp.name: _why_apart(mlp, _buckets_of(mlp, alone), plan.world_size) for mlp in left}
+    found = {mlp.name: _why_not_looped(mlp, _buckets_of(mlp, alone), plan.world_size) for mlp in left}
     return {name: why for name, why in found.items() if why}
 
 

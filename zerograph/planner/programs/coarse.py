@@ -53,7 +53,7 @@ def coarse_programs(
     return tuple(_CoarsePrograms(scheduler, plan, leaving, adds).programs)
 
 
-def settled(programs: Sequence[Program]) -> tuple[Program, ...]:
+def snapshot(programs: Sequence[Program]) -> tuple[Program, ...]:
     """Coarse programs that later ones of its scheduler do not add to."""
     return tuple(
         replace(

@@ -56,11 +56,11 @@ def forecast_programs(
     step, last = tuple(programs), programs[-1]
     if last.kind == "backward":
         # Of states in memory a recording has one number for all that an update does.
-        apart = measured is None or any(is_disk(bucket.placement.optimizer) for bucket in plan.buckets)
+        modelled = measured is None or any(is_disk(bucket.placement.optimizer) for bucket in plan.buckets)
         inside: tuple[int, ...] = ()
-        if apart and plan.overlap == "backward":
+        if modelled and plan.overlap == "backward":
             last, inside = with_updates_inside(last, plan, kept, rates)
-        step = (*step[:-1], last, update_program(plan, kept, rates if apart else None, last, inside))
+        step = (*step[:-1], last, update_program(plan, kept, rates if modelled else None, last, inside))
     forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=NOT_COUNTED)
     peak = forecast.peaks.get("device")
     grows = resident(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None

@@ -21,7 +21,7 @@ from zerograph.core.step import Kind, Param
 from zerograph.planner.programs.rates import Rates
 from zerograph.sim.costs import TierBytes
 
-APART = Placement(gradients=OFFLOAD_TIERS[-1], optimizer=OFFLOAD_TIERS[-1])
+STATES_OFFLOADED = Placement(gradients=OFFLOAD_TIERS[-1], optimizer=OFFLOAD_TIERS[-1])
 """Where all that can be updated off the device is, and what is gathered is on it."""
 
 

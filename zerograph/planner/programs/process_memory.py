@@ -31,8 +31,8 @@ loaded code.
 FRAGMENTATION = 0.2
 """A share of the peak. Measured at eight GPTs of 2.5 GiB of states (12 layers of 1024, 16 of 896, 8 of 1280; stages 1
 to 3): 0.1 to 0.33, most where tensors are few and large, 0.21 on average. glibc serves tensors of up to 32 MiB from its
-heap, where reduced gradients settle among the activations that the backward frees. Given back after the first step
-(``malloc_trim``), it is there again a few steps later.
+heap, where reduced gradients are allocated among the activations that the backward frees. Given back after the first
+step (``malloc_trim``), it is there again a few steps later.
 """
 
 _LINE, _HEADER, _PAGE, _CONTROL = 64, 32, 4096, 65 * 4096

@@ -28,7 +28,7 @@ from zerograph.core.plan import Update as UpdatePlace
 from zerograph.core.program import Program
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Kind
-from zerograph.planner.programs.placement import APART, BucketPart, bucket_parts
+from zerograph.planner.programs.placement import STATES_OFFLOADED, BucketPart, bucket_parts
 from zerograph.planner.programs.rates import Rates, device_update
 from zerograph.planner.programs.schedule import Registers
 
@@ -236,7 +236,7 @@ def update_program(
     if streams is not None:
         known = _Known(names, streams, registers, plan.buckets, kept)
         there = (b.index for b in plan.buckets if b.placement.optimizer != "device" and b.index not in inside)
-        offloaded = [index for index in there if known.bucket_parts(index, 1)[0].shards.at(APART).optimizer]
+        offloaded = [index for index in there if known.bucket_parts(index, 1)[0].shards.at(STATES_OFFLOADED).optimizer]
         for number, bucket in enumerate(offloaded):
             placement = plan.buckets[bucket].placement
             instructions += update_offloaded(

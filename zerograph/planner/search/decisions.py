@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Placement, Plan
-from zerograph.planner.programs.placement import APART
+from zerograph.planner.programs.placement import STATES_OFFLOADED
 from zerograph.planner.search.search_space import SearchSpace
 
 T = TypeVar("T")
@@ -192,7 +192,9 @@ def tiles(space: SearchSpace) -> Decision:
 
 def placements(space: SearchSpace, open_placements: Sequence[Placement]) -> Decision:
     """Where the shards of each bucket live; what has nothing to offload stays on the device."""
-    parts = {b.index: space.scheduler.bucket_parts(b.index, 1)[0].shards.at(APART) for b in space.plan.buckets}
+    parts = {
+        b.index: space.scheduler.bucket_parts(b.index, 1)[0].shards.at(STATES_OFFLOADED) for b in space.plan.buckets
+    }
     sizes = {index: part.optimizer + part.frozen for index, part in parts.items()}
     choices: dict[Item, Sequence[Placement]] = {}
     for index in by_reward([index for index, size in sizes.items() if size], sizes.__getitem__):

@@ -62,9 +62,9 @@ class DeepSearch:
                 if whole.fits(most) and (best is None or whole.rank < best.rank):
                     best = whole
         # Where few layers say too much of a tier, no plan seemed to fit.
-        return best or min((c for c in self.settled() if c.fits(most)), key=lambda c: c.rank, default=None)
+        return best or min((c for c in self.best() if c.fits(most)), key=lambda c: c.rank, default=None)
 
-    def settled(self) -> list[Candidate]:
+    def best(self) -> list[Candidate]:
         """All of them, simulated whole, but for those that hold hardly less than faster ones."""
         kept: list[Candidate] = []
         for rough in self._rough:

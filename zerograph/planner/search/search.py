@@ -164,7 +164,7 @@ class Search:
         if self._parts:
             return frontier(chain.from_iterable(part.best for part in self._parts))
         assert self._deep is not None
-        return self._deep.settled()
+        return self._deep.best()
 
     @property
     def smallest(self) -> Candidate:

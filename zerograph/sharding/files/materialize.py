@@ -213,10 +213,10 @@ def _fill(
     for slot in {id(s): s for s in places.values() if s.local is None}.values():
         untouched = _is_untouched(values[id(slot)], blank[id(slot)], before.get(id(slot)))
         _check_filled(values[id(slot)], slot, init, label, hint, untouched)
-    return {key: _apart(value, there.get(key), there.values()) for key, value in values.items()}
+    return {key: _unaliased(value, there.get(key), there.values()) for key, value in values.items()}
 
 
-def _apart(value: Any, own: Tensor | None, there: Iterable[Tensor]) -> Any:
+def _unaliased(value: Any, own: Tensor | None, there: Iterable[Tensor]) -> Any:
     """``value``, or a copy where an initialization has put it in memory that is ``there`` for another tensor, or for
     this one in another layout."""
     if not isinstance(value, Tensor):
