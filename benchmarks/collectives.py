@@ -35,13 +35,13 @@ def collectives(box: Mailbox, rank: int, world: int, count: int) -> dict[str, di
     """Closures over `count` elements in all; every one leaves its result in `out`."""
     chunk = count // world
     full = torch.full((count,), float(rank + 1))
-    shard, whole = torch.full((chunk,), float(rank + 1)), torch.empty(count)
+    shard, gathered = torch.full((chunk,), float(rank + 1)), torch.empty(count)
     out = torch.empty(chunk)
     f32 = DType.float32
 
     def gather() -> None:
         ticket = box.start_gather(1, [(shard.data_ptr(), chunk, f32, f32)])
-        box.finish_gather(ticket, [(whole.data_ptr(), chunk)], 60.0)
+        box.finish_gather(ticket, [(gathered.data_ptr(), chunk)], 60.0)
 
     def reduce() -> None:
         ticket = box.start_reduce(2, [(full.data_ptr(), count, chunk, f32)])
@@ -49,13 +49,13 @@ def collectives(box: Mailbox, rank: int, world: int, count: int) -> dict[str, di
 
     def gather_bf16() -> None:
         ticket = box.start_gather(3, [(shard.data_ptr(), chunk, f32, DType.bfloat16)])
-        box.finish_gather(ticket, [(whole.data_ptr(), chunk)], 60.0)
+        box.finish_gather(ticket, [(gathered.data_ptr(), chunk)], 60.0)
 
     half = torch.empty(count, dtype=torch.bfloat16)
     return {
         "all-gather": {
             "mailbox": gather,
-            "gloo": lambda: dist.all_gather_into_tensor(whole, shard),
+            "gloo": lambda: dist.all_gather_into_tensor(gathered, shard),
         },
         "all-gather, float32 sent as bfloat16": {
             "mailbox": gather_bf16,

@@ -133,12 +133,12 @@ class Worker:
         """Seconds of each collective over `size` bytes of fp32 in pieces of at most `piece` bytes."""
         world, device = self.job.world, self.job.work.device
         count = -(-size // piece)
-        whole = torch.ones(size // count // 4 // world * world, device=device)
-        shard = torch.ones(whole.numel() // world, device=device)
+        full = torch.ones(size // count // 4 // world * world, device=device)
+        shard = torch.ones(full.numel() // world, device=device)
         kinds = {
-            "all-gather": lambda: dist.all_gather_into_tensor(whole, shard),
-            "reduce-scatter": lambda: dist.reduce_scatter_tensor(shard, whole),
-            "all-reduce": lambda: dist.all_reduce(whole),
+            "all-gather": lambda: dist.all_gather_into_tensor(full, shard),
+            "reduce-scatter": lambda: dist.reduce_scatter_tensor(shard, full),
+            "all-reduce": lambda: dist.all_reduce(full),
         }
         return {name: self.repeated(call, count) for name, call in kinds.items()}
 
@@ -339,9 +339,9 @@ def resting(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of this rank's parameters and optimizer states."""
     parameters = group_parameters(optimizer)
     states = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
-    whole = (value.to_local() if isinstance(value, DTensor) else value for value in (*parameters, *states))
+    full = (value.to_local() if isinstance(value, DTensor) else value for value in (*parameters, *states))
     # By storage: shards of a bucket may be views of one buffer.
-    return sum({s.data_ptr(): s.nbytes() for s in (value.detach().untyped_storage() for value in whole)}.values())
+    return sum({s.data_ptr(): s.nbytes() for s in (value.detach().untyped_storage() for value in full)}.values())
 
 
 def processor_seconds() -> float:

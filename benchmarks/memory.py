@@ -68,7 +68,7 @@ class Expected:
     """Bytes of the parts of a rank's steady peak, without torch itself."""
 
     states: int
-    whole: int
+    unsharded: int
     activations: int
 
 
@@ -230,11 +230,11 @@ def largest(ranks: list[dict[str, int]], key: str) -> int:
 def expect(spec: str, work: Workload, world: int, saved: dict[bool, int], measured: Measured) -> Expected:
     name = spec.split(":")[0]
     compiled = name.startswith("zg") or name.endswith(("compiled", "compile", "inside"))
-    states, whole = states_and_whole(name, parse(spec)[1], work, world, measured.buckets)
-    return Expected(states, whole, saved[compiled])
+    states, unsharded = states_and_unsharded(name, parse(spec)[1], work, world, measured.buckets)
+    return Expected(states, unsharded, saved[compiled])
 
 
-def states_and_whole(
+def states_and_unsharded(
     name: str, options: dict[str, Any], work: Workload, world: int, buckets: tuple[int, ...]
 ) -> tuple[int, int]:
     """Bytes of (parameters + gradients + Adam's moments, what is gathered or not yet reduced)."""
@@ -330,9 +330,9 @@ def show(found: dict[str, Measured], expected: dict[str, Expected], world: int) 
         table.add_column(column, justify="left" if column == "variant" else "right")
     for spec, measured in found.items():
         parts = expected[spec]
-        total = measured.base + parts.states + parts.whole + parts.activations
+        total = measured.base + parts.states + parts.unsharded + parts.activations
         sizes = (measured.start, measured.steady, measured.between, total,
-                 measured.base, parts.states, parts.whole, parts.activations)  # fmt: skip
+                 measured.base, parts.states, parts.unsharded, parts.activations)  # fmt: skip
         table.add_row(title(spec), *(f"{size / MB:.0f}" for size in sizes), f"{measured.steady / total:.2f}")
     OUT.print(table)
 

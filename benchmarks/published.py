@@ -133,7 +133,7 @@ def forecast(run: Run) -> tuple[float, float]:
     """Tokens per second and GPU, and GiB with what plans leave free."""
     with torch.device("meta"):
         model = LlamaForCausalLM(run.config)
-    block, whole = (2 * sum(p.numel() for p in part.parameters()) for part in (model.model.layers[0], model))
+    block, everything = (2 * sum(p.numel() for p in part.parameters()) for part in (model.model.layers[0], model))
     file = plan_file(
         run.model, functools.partial(_made, run), run.machine, world=run.world, dtype="bfloat16", stage=3,
         bucket_size=block, prefetch=1, recompute=RECOMPUTE[run.again],
@@ -141,7 +141,7 @@ def forecast(run: Run) -> tuple[float, float]:
     found, logits = file.forecast, run.batch * run.seq * run.config.vocab_size
     backward = next(span.start for span in found.spans if span.phase == "backward")
     saved = next(level for time, level in reversed(found.memory["device"]) if time < backward)
-    kept = whole - (run.config.num_hidden_layers - 1) * block
+    kept = everything - (run.config.num_hidden_layers - 1) * block
     # The logits themselves are freed before the backward of the loss begins.
     peak = max(found.peaks["device"].bytes, saved - 2 * logits + 3 * 4 * logits + kept)
     seconds = found.seconds + LOSS_MOVES * logits / run.machine.device_bandwidth

@@ -88,9 +88,9 @@ def main() -> None:
     if first:
         print(describe(machine_facts("cpu")))
         print("tiles  peak MiB  forecast  theory  of a tile  compile s (CPU)  step s  ratio [quartiles]  CPU")
-    whole = Training(args, 1)
+    untiled = Training(args, 1)
     for tiles in args.tiles:
-        found = measured(whole if tiles == 1 else Training(args, tiles), whole)
+        found = measured(untiled if tiles == 1 else Training(args, tiles), untiled)
         if first:
             print(
                 f"{tiles:5d}  {found['peak'] / MIB:8.1f}  {found['forecast'] / found['peak']:8.3f}  "
@@ -108,14 +108,14 @@ def theory(args: argparse.Namespace, tiles: int) -> float:
     """Bytes at the peak of a rank's step; of one with everything on NVMe there is no such number."""
     if args.path:
         return float("nan")
-    whole, world = 4 * args.rows * args.width, dist.get_world_size()
+    untiled, world = 4 * args.rows * args.width, dist.get_world_size()
     # A tile is computed while the one before is reduced, and the last one is there with its reduced shard. The first
     # one's shard is the gradient's.
     tile = {1: 1.0, 2: 1 + 1 / world}.get(tiles, 2.0)
-    return (4 / world + tile / tiles) * whole
+    return (4 / world + tile / tiles) * untiled
 
 
-def measured(training: Training, whole: Training) -> dict[str, float]:
+def measured(training: Training, untiled: Training) -> dict[str, float]:
     """Bytes and seconds of steps, beside those of the layer in one tile."""
     training.step()
     with training.backend.record():
@@ -124,7 +124,7 @@ def measured(training: Training, whole: Training) -> dict[str, float]:
     assert recorded is not None
     laps, wall, cpu = list[Lap](), list[float](), list[float]()
     for number in range(training.args.rounds):
-        pair = (training, whole) if number % 2 else (whole, training)
+        pair = (training, untiled) if number % 2 else (untiled, training)
         results = {each.tiles: each.step() for each in pair}
         mine, other = results[training.tiles], results[1]
         laps.append(mine)

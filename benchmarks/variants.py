@@ -306,14 +306,14 @@ def group_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
     """The 2-norm of the whole gradient. Every rank must call it: the shards' squares are summed over the ranks."""
-    shards, whole = 0.0, 0.0
+    shards, replicated = 0.0, 0.0
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         if isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements):
             shards += float(gradient.to_local().double().square().sum())
         else:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            whole += float(local.double().square().sum())
-    return (whole + summed(shards, parameters)) ** 0.5
+            replicated += float(local.double().square().sum())
+    return (replicated + summed(shards, parameters)) ** 0.5
 
 
 def summed(value: float, parameters: Iterable[nn.Parameter]) -> float:

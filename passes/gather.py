@@ -126,11 +126,11 @@ def _insert(graph: fx.Graph, intervals: list[_MarkedInterval], plan: Plan) -> No
             vals = [marker.node.meta["val"] for marker in one_each.values()]
             wait = call(graph, WAIT_GATHER, (pending, shards, *transfer.part), vals, starts[i])
             full = [call(graph, operator.getitem, (wait, k), val, starts[i]) for k, val in enumerate(vals)]
-        whole = dict(zip(one_each, full, strict=True))
+        unsharded = dict(zip(one_each, full, strict=True))
         pending.meta["zg"] = wait.meta["zg"] = transfer
         cuts[i] = pending
         for use, marker in interval.uses:
-            _reroute(use, marker.node, whole[marker.name])
+            _reroute(use, marker.node, unsharded[marker.name])
         frees.append((interval, full, transfer))
     # Not in the loop above: an interval is freed where a later one begins, which must stand there by now.
     for i, (interval, full, transfer) in enumerate(frees):

@@ -32,7 +32,7 @@ def name_activations(gm: fx.GraphModule, plan: Plan | None = None) -> int:
     modules = [module_of(node) or "" for node in forward]
     places = zip(modules, layers_of(modules), (str(node.target) for node in forward), strict=True)
     for node, name in zip(forward, activation_names(places), strict=True):
-        whole = node.args[0] if node.target is operator.getitem else None
-        fact = whole.meta.get("zg") if isinstance(whole, fx.Node) else None
+        owner = node.args[0] if node.target is operator.getitem else None
+        fact = owner.meta.get("zg") if isinstance(owner, fx.Node) else None
         node.meta["zg"] = fact if isinstance(fact, Activation) else Activation(name)
     return len(forward)

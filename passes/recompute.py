@@ -193,8 +193,8 @@ def _save(node: fx.Node) -> None:
         node = node.args[0]  # type: ignore[assignment]
     if is_view(node):
         return  # of what is saved already
-    whole: fx.Node = node.args[0] if node.target is operator.getitem else node  # type: ignore[assignment]
-    whole.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    for part in whole.users:
+    owner: fx.Node = node.args[0] if node.target is operator.getitem else node  # type: ignore[assignment]
+    owner.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for part in owner.users:
         if part.target is operator.getitem:
             part.meta.pop("recompute", None)

@@ -115,7 +115,7 @@ class _RowTiles:
                     val, begin = marker.node.meta["val"].new_empty(shape), min(param.begin, shape[0])
                     into = call(self.graph, PLACE, ([node], into, shape, 0, begin), val, self.like)
             if by_columns and into is not None:
-                into = self.shares.whole(into, 1)
+                into = self.shares.full(into, 1)
         self._replace(marker.node, into)
         return len(self.params)
 
@@ -152,7 +152,7 @@ class _RowTiles:
                 columns = self._call(product.target, *begins, x, self._as_read(weight, product))
                 into = self._place_columns(columns, into, param)
             assert into is not None
-            return self.shares.whole(into, 1)
+            return self.shares.full(into, 1)
 
     def _terms(self, product: fx.Node) -> fx.Node:
         """``x @ W``, with a bias or without."""

@@ -88,34 +88,34 @@ class _Loops:
             wide = {one: self._wide(*one) for one in sources}
             for index in range(self.count):
                 _HiddenTile(self, index, wide).write(order, into)
-            made = {node: self._whole(node, into[node]) for node in exits}
-        for node, whole in made.items():
-            self._replace(node, whole)
+            made = {node: self._full(node, into[node]) for node in exits}
+        for node, full in made.items():
+            self._replace(node, full)
 
     def _wide(self, source: fx.Node, cut: Cut) -> fx.Node:
         # A copy of a bias, so that it is read once and not by each tile.
         return self.shares.wide(source, cut.dim, copies=source in self.read.alone)
 
-    def _whole(self, node: fx.Node, made: fx.Node | None) -> fx.Node:
+    def _full(self, node: fx.Node, made: fx.Node | None) -> fx.Node:
         """The value of ``node`` from all tiles, in its dtype."""
         assert made is not None  # there is a tile
         cut, dtype = self.middle.cuts[node], node.meta["val"].dtype
         if cut is None and node.target is aten.addmm.default:
             made = computed(self.graph, aten.add.Tensor, (made, node.args[0]), node)
         elif cut is not None and (cut == COLUMNS or node not in self.middle.gradients):
-            made = self.shares.whole(made, cut.dim)
+            made = self.shares.full(made, cut.dim)
         if made.meta["val"].dtype != dtype:
             made = computed(self.graph, prims.convert_element_type.default, (made, dtype), node)
         return made
 
-    def _replace(self, node: fx.Node, whole: fx.Node) -> None:
+    def _replace(self, node: fx.Node, full: fx.Node) -> None:
         if self.middle.cuts[node] is None or node in self.middle.gradients:
             # What of a later loop reads it finds it there.
             for user in [user for user in node.users if (user, node) in self.middle.given]:
-                self.middle.given[user, whole] = self.middle.given.pop((user, node))
-            node.replace_all_uses_with(whole)
+                self.middle.given[user, full] = self.middle.given.pop((user, node))
+            node.replace_all_uses_with(full)
         else:
-            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in self.middle.cuts)
+            node.replace_all_uses_with(full, delete_user_cb=lambda user: user not in self.middle.cuts)
 
     def _place(self, exits: list[fx.Node], needed: set[fx.Node]) -> fx.Node:
         """The node before which the loop runs: what it reads moves before it, where that stands behind."""
@@ -217,6 +217,6 @@ class _HiddenTile:
         """The shard's gradient with a tile of it in its place."""
         if cut == COLUMNS:
             return self.shares.place(tile, into, cut.dim, self.begin, self.end)
-        whole = node.meta["val"]
-        place = ([tile], into, list(node.args[1]), 0, min(self.begin, whole.shape[0]))  # type: ignore[arg-type]
-        return call(self.graph, PLACE, place, whole.new_empty(whole.shape), node)
+        full = node.meta["val"]
+        place = ([tile], into, list(node.args[1]), 0, min(self.begin, full.shape[0]))  # type: ignore[arg-type]
+        return call(self.graph, PLACE, place, full.new_empty(full.shape), node)

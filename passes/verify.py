@@ -34,7 +34,7 @@ def verify(gm: fx.GraphModule, plan: Plan) -> int:
 def _check_gathers(graph: fx.Graph, plan: Plan) -> int:
     # One operator that reads parameters of several buckets needs them all at once.
     limit = max([plan.prefetch + 1, *(len(_buckets_read(n)) for n in graph.nodes if n.target is not FREE)])
-    whole: dict[tuple[object, ...], fx.Node] = {}
+    unsharded: dict[tuple[object, ...], fx.Node] = {}
     waited: set[fx.Node] = set()
     freed: set[fx.Node] = set()
     checked = 0
@@ -44,17 +44,17 @@ def _check_gathers(graph: fx.Graph, plan: Plan) -> int:
                 raise broken(node, f"it reads {source.name} after it was freed")
         if node.target is GATHER:
             part = node.args[1:]
-            if part in whole:
+            if part in unsharded:
                 raise broken(node, f"{_name(part)} is gathered twice at a time")
-            if len(whole) >= limit:
-                raise broken(node, f"{len(whole) + 1} buckets would be whole, at most {limit} may")
-            whole[part] = node
+            if len(unsharded) >= limit:
+                raise broken(node, f"{len(unsharded) + 1} buckets would be whole, at most {limit} may")
+            unsharded[part] = node
         elif node.target is WAIT_GATHER:
             if node.args[0] in waited:
                 raise broken(node, f"{_name(node.args[2:])} is waited for twice")
             waited.add(node.args[0])
         elif node.target is FREE:
-            gather = whole.pop(part := node.args[1:], None)
+            gather = unsharded.pop(part := node.args[1:], None)
             if gather is None:
                 raise broken(node, f"{_name(part)} is freed and was not gathered")
             if gather not in waited:
@@ -63,7 +63,7 @@ def _check_gathers(graph: fx.Graph, plan: Plan) -> int:
             if results != set(node.args[0]):
                 raise broken(node, f"{_name(part)} is freed in part: {len(node.args[0])} of {len(results)}")
         checked += node.target in (GATHER, WAIT_GATHER, FREE)
-    for part, node in whole.items():
+    for part, node in unsharded.items():
         raise broken(node, f"{_name(part)} is never freed")
     return checked
 

@@ -25,7 +25,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
 
 
-def is_whole(tensor: Tensor) -> bool:
+def is_replicated(tensor: Tensor) -> bool:
     """Whether this rank holds all of ``tensor``, neither a part of it nor a part of its sum."""
     return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
 
@@ -33,7 +33,7 @@ def is_whole(tensor: Tensor) -> bool:
 def needs_one_reduction(tensor: Tensor) -> bool:
     """Whether a number of ``tensor``, such as its norm, needs one reduction over :func:`group_of_ranks` at most."""
     return not isinstance(tensor, DTensor) or (
-        tensor.device_mesh.ndim == 1 and (is_sharded(tensor) or is_whole(tensor))
+        tensor.device_mesh.ndim == 1 and (is_sharded(tensor) or is_replicated(tensor))
     )
 
 

@@ -33,14 +33,15 @@ class Timing(NamedTuple):
     """One transfer or update on a stream, in nanoseconds since 1970.
 
     Attributes:
-        whole: whether the recording has all of what it belongs to: an update may have begun before, or end behind it.
+        complete: whether the recording has all of what it belongs to: an update may have begun before, or end behind
+            it.
     """
 
     stream: Stream
     purpose: Purpose
     begin: int
     end: int
-    whole: bool = True
+    complete: bool = True
 
 
 class Timings:
@@ -58,7 +59,7 @@ class Timings:
     def take(self) -> list[Timing]:
         """Those that were kept, in the order of their beginnings; from now on none are."""
         kept, self._kept = self._kept, None
-        there = (timing._replace(whole=self._has_all_of(timing.purpose.update)) for timing in kept or ())
+        there = (timing._replace(complete=self._has_all_of(timing.purpose.update)) for timing in kept or ())
         return sorted(there, key=lambda timing: timing.begin)
 
     def _has_all_of(self, update: TimedUpdate | None) -> bool:

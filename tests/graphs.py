@@ -140,20 +140,20 @@ class Poisoned(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self.whole = self.peak = 0
+        self.unsharded = self.peak = 0
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Give ``zg::`` nodes a meaning without ranks."""
         if target is ops.UNSHARD:
             return args[0].clone()
         if target is ops.GATHER:
-            self.whole += 1
-            self.peak = max(self.peak, self.whole)
+            self.unsharded += 1
+            self.peak = max(self.peak, self.unsharded)
             return [shard.clone() for shard in args[0]]
         if target is ops.WAIT_GATHER:
             return args[0]
         if target is ops.FREE:
-            self.whole -= 1
+            self.unsharded -= 1
             return [full.fill_(float("nan")) for full in args[0]]
         if target is ops.REDUCE:
             return [grad.clone() for grad in args[0]]
@@ -165,12 +165,12 @@ class Poisoned(fx.Interpreter):
 def run(gm: fx.GraphModule) -> tuple[list[Any], int]:
     """Outputs on seeded inputs of the shapes of full parameters, and the most buckets that were whole at a time."""
     generator = torch.Generator().manual_seed(0)
-    inputs = [_whole(node, generator) for node in gm.graph.find_nodes(op="placeholder", sort=True)]
+    inputs = [_full(node, generator) for node in gm.graph.find_nodes(op="placeholder", sort=True)]
     interpreter = Poisoned(gm)
     return list(interpreter.run(*inputs)), interpreter.peak
 
 
-def _whole(node: fx.Node, generator: torch.Generator) -> torch.Tensor:
+def _full(node: fx.Node, generator: torch.Generator) -> torch.Tensor:
     val = node.meta["val"]
     full = node.meta.get("full", tuple(val.shape))
     return torch.randn(full, generator=generator, dtype=torch.float32).to(val.dtype)

@@ -148,7 +148,7 @@ def _traced_for(rank: int, world_size: int, config: Config, make: Make, *given: 
 def _traced(
     rank: int,
     world_size: int,
-    whole: bool,
+    unsharded: bool,
     dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     leaves: bool,
@@ -156,7 +156,9 @@ def _traced(
     *given: Any,
 ) -> Traced:
     offloaded: dict[str, Any] = {"offload": "parameters", "path": "/"} if leaves else {}
-    config = Config.of(compute="eager", stage=0 if whole else 3, dtype=dtype, reduce_dtype=reduce_dtype, **offloaded)
+    config = Config.of(
+        compute="eager", stage=0 if unsharded else 3, dtype=dtype, reduce_dtype=reduce_dtype, **offloaded
+    )
     torch.manual_seed(0)
     return Traced(rank, world_size, config, *make(*given))
 

@@ -79,7 +79,7 @@ class Backend:
             self._adoption.complete_gradients,
         )
         self._early = EarlyUpdates(
-            self._adoption.params, lambda: self._optimizers.overlapping(self._adoption.why_whole)
+            self._adoption.params, lambda: self._optimizers.overlapping(self._adoption.why_unsharded)
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding, offload="none", activations="keep")

@@ -30,8 +30,8 @@ LARGEST = 200_000
 """Bytes of a picture, at most: they are in the repository."""
 RANKS = ["--world", "8", "--machine", "a100-40gb", "--dtype", "bfloat16"]
 PLAN = [*RANKS, "--bucket-size", "128MiB"]
-WHOLE = [*RANKS, "--bucket-size", "16MiB"]
-TILED = [*WHOLE, "--tile", "4", "--loss-tiles", "8"]
+UNTILED = [*RANKS, "--bucket-size", "16MiB"]
+TILED = [*UNTILED, "--tile", "4", "--loss-tiles", "8"]
 
 
 def gpt() -> tuple[Any, tuple[Any, Any]]:
@@ -62,7 +62,7 @@ def main() -> None:
         screen = on_a_terminal([*ZEROGRAPH, "show", "plan.json"], Path(folder))
         (HERE / "show.svg").write_text(as_svg(screen, "zerograph show plan.json"))
         drawn(plan, "timeline.svg")
-        for picture, options in {"whole.svg": WHOLE, "tiles.svg": TILED}.items():
+        for picture, options in {"untiled.svg": UNTILED, "tiles.svg": TILED}.items():
             planned("wide", options, plan)
             drawn(plan, picture)
     for picture in sorted(HERE.glob("*.svg")):

@@ -55,12 +55,12 @@ class _Gathering:
 
 @dataclass(slots=True)
 class _Reducing:
-    """``parts`` are the two kinds of one bucket: split gradients and whole ones, each with its ticket."""
+    """``parts`` are the two kinds of one bucket: sharded gradients and unsharded ones, each with its ticket."""
 
     params: Sequence[Param]
     grads: list[Tensor]
     scattered: tuple[int, list[int]] | None
-    whole: tuple[int, list[int]] | None
+    unsharded: tuple[int, list[int]] | None
 
 
 class SharedMemoryCommunicator:
@@ -181,7 +181,7 @@ class SharedMemoryCommunicator:
         results = [torch.empty(s, dtype=torch_dtype(p.dtype)) for s, p in zip(shapes, pending.params, strict=True)]
         scale = 1.0 / self.world_size
         finish = {True: self.mailbox.finish_reduce, False: self.mailbox.finish_all_reduce}
-        for sharded, part in ((True, pending.scattered), (False, pending.whole)):
+        for sharded, part in ((True, pending.scattered), (False, pending.unsharded)):
             if part is not None:
                 outs = [(results[i].data_ptr(), _wire_of(results[i].dtype)) for i in part[1]]
                 self._finish("reduce", pending.params, part[0], partial(finish[sharded], part[0], outs, scale))

@@ -186,10 +186,10 @@ class Executor:
         if instruction.first:
             sizes = zip(instruction.shape, tile.shape, strict=True)
             registers[instruction.out] = tile.new_empty([own if size < 0 else size for size, own in sizes])
-        whole: Tensor = registers[instruction.out]
+        full: Tensor = registers[instruction.out]
         # Behind the end lies what pads the last shards.
-        length = min(tile.shape[instruction.dim], whole.shape[instruction.dim] - instruction.begin)
-        place = whole.narrow(instruction.dim, instruction.begin, length)
+        length = min(tile.shape[instruction.dim], full.shape[instruction.dim] - instruction.begin)
+        place = full.narrow(instruction.dim, instruction.begin, length)
         place.copy_(tile.narrow(instruction.dim, 0, length))
 
     def _accumulate(self, instruction: Accumulate, registers: list[Any]) -> None:
@@ -242,9 +242,9 @@ class Executor:
         if instruction.staged:  # on its way from NVMe
             registers[out] = registers[instruction.reads[0]]
         else:
-            whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
+            resident = self.cache.lookup(instruction.bucket, instruction.params) is not None
             shards = [registers[r] for r in instruction.reads]
-            registers[out] = None if whole else self.store.fetches.start_read(instruction.params, shards)
+            registers[out] = None if resident else self.store.fetches.start_read(instruction.params, shards)
         if instruction.target == "device" and registers[out] is not None:
             registers[out] = self.store.fetches.copy_up(registers[out])
 

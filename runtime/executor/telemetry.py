@@ -18,20 +18,20 @@ class Telemetry:
     def __init__(self) -> None:
         self.runs: Counter[str] = Counter()
         self.gathers = 0
-        self.whole: set[tuple[int, int, int]] = set()
-        self.peak_whole = 0
+        self.unsharded: set[tuple[int, int, int]] = set()
+        self.peak_unsharded = 0
         self.recording = False
         self._update: record_function | None = None
 
     def gathering(self, frame: int, bucket: int, tile: int = 0) -> None:
         """A gather starts: its bucket, or the tile of it, occupies memory from here on."""
         self.gathers += 1
-        self.whole.add((frame, bucket, tile))
-        self.peak_whole = max(self.peak_whole, len(self.whole))
+        self.unsharded.add((frame, bucket, tile))
+        self.peak_unsharded = max(self.peak_unsharded, len(self.unsharded))
 
     def freed(self, frame: int, bucket: int, tile: int = 0) -> None:
         """A bucket's full parameters are gone."""
-        self.whole.discard((frame, bucket, tile))
+        self.unsharded.discard((frame, bucket, tile))
 
     def updating(self) -> None:
         """An optimizer begins its update."""

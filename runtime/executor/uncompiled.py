@@ -100,6 +100,6 @@ class UncompiledReads:
             raise
 
 
-def _copied(param: Param, whole: Tensor) -> Tensor:
+def _copied(param: Param, full: Tensor) -> Tensor:
     """A parameter that every rank has whole, in the compute dtype; writing to the copy changes no parameter."""
-    return whole.detach().to(dtype=torch_dtype(param.compute_dtype), copy=True)
+    return full.detach().to(dtype=torch_dtype(param.compute_dtype), copy=True)

@@ -28,7 +28,7 @@ def _instructions(**options: Any) -> dict[str, list[Any]]:
     return found
 
 
-def test_buckets_say_how_long_they_stay_whole() -> None:
+def test_buckets_say_how_long_they_stay_resident() -> None:
     use, step = (_instructions(stage=stage) for stage in (3, 2))
     assert not any(each.resident or each.fetched for each in use["forward Gather"] + use["backward Gather"])
     assert not any(each.kept or each.ends for each in use["forward Free"] + use["backward Free"])

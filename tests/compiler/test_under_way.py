@@ -85,7 +85,7 @@ def test_what_only_one_program_moved_is_no_mean_of_two() -> None:
 
 def test_a_part_of_an_update_is_shown_and_not_counted() -> None:
     purpose = Purpose("states", OWN)
-    timings = [Timing("cpu_update", purpose, 10, 20, whole=False), Timing("cpu_update", purpose, 110, 150)]
+    timings = [Timing("cpu_update", purpose, 10, 20, complete=False), Timing("cpu_update", purpose, 110, 150)]
     moves = under_way(timings, PLAN, BACKWARD)
     assert sorted(times for move in moves for times in move.times) == [(10, 20), (110, 150)]
     assert seconds_of(moves, ()) == {f"update states {FIRST.index}": pytest.approx(40e-9)}

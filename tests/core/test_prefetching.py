@@ -47,7 +47,7 @@ def test_a_gather_begins_as_far_ahead_as_others_leave_room() -> None:
 
 
 @given(USES, st.integers(0, 3), st.data())
-def test_never_more_buckets_are_whole_than_allowed(uses: list[int], prefetch: int, data: st.DataObject) -> None:
+def test_never_more_buckets_are_unsharded_than_allowed(uses: list[int], prefetch: int, data: st.DataObject) -> None:
     """Unless intervals themselves need more at a time, as where several begin together."""
     found = unsharded_intervals([(bucket,) for bucket in uses], range(len(uses)), prefetch)
     ahead = data.draw(st.lists(st.integers(0, prefetch), min_size=5, max_size=5))
@@ -57,10 +57,10 @@ def test_never_more_buckets_are_whole_than_allowed(uses: list[int], prefetch: in
     for i, interval in enumerate(found):
         assert max(0, i - ahead[interval.bucket]) <= starts[i] <= i
     for now in range(len(found)):
-        whole = [i for i, interval in enumerate(found) if starts[i] <= now < interval.freed]
-        needed = [i for i in whole if i <= now]
-        assert len(whole) <= max(prefetch + 1, len(needed))
-        assert len({found[i].bucket for i in whole}) == len(whole), "two gathers of one live bucket"
+        unsharded = [i for i, interval in enumerate(found) if starts[i] <= now < interval.freed]
+        needed = [i for i in unsharded if i <= now]
+        assert len(unsharded) <= max(prefetch + 1, len(needed))
+        assert len({found[i].bucket for i in unsharded}) == len(unsharded), "two gathers of one live bucket"
 
 
 def test_a_visit_begins_with_its_layer() -> None:

@@ -33,7 +33,7 @@ from zerograph.core.instructions import (
 )
 from zerograph.core.machine import LINKS, TIERS, Tier
 from zerograph.core.plan import Residency
-from zerograph.core.program import Program, Segment, stays_whole
+from zerograph.core.program import Program, Segment, stays_resident
 from zerograph.core.step import Param
 from zerograph.core.timeline import STREAMS
 
@@ -114,11 +114,11 @@ def test_what_is_read_and_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("residency", "whole"),
+    ("residency", "expected"),
     [("use", ()), ("backward", ("forward",)), ("step", ("forward", "backward"))],
 )
-def test_a_bucket_stays_whole_for_training_only(residency: Residency, whole: tuple[str, ...]) -> None:
-    assert tuple(k for k in ("forward", "backward", "inference") if stays_whole(residency, k)) == whole
+def test_a_bucket_stays_resident_for_training_only(residency: Residency, expected: tuple[str, ...]) -> None:
+    assert tuple(k for k in ("forward", "backward", "inference") if stays_resident(residency, k)) == expected
 
 
 def test_a_program_tells_what_it_works_for_and_what_it_reads() -> None:
@@ -152,10 +152,10 @@ def test_collectives_name_what_all_ranks_must_agree_on() -> None:
 
 
 def test_the_digest_is_that_of_the_collectives_only() -> None:
-    whole = program(*FORWARD)
-    assert whole.digest == replace(whole, instructions=FORWARD[:2], registers=9, outputs=()).digest
-    assert whole.digest != program(Gather(0, (V,), (0,), 2)).digest
-    assert whole.digest != program(*FORWARD, kind="backward").digest
+    expected = program(*FORWARD)
+    assert expected.digest == replace(expected, instructions=FORWARD[:2], registers=9, outputs=()).digest
+    assert expected.digest != program(Gather(0, (V,), (0,), 2)).digest
+    assert expected.digest != program(*FORWARD, kind="backward").digest
     both = Gather(0, (W,), (0,), 2), Reduce(0, (W,), (2,), 3)
     assert program(*both).digest != program(*reversed(both)).digest
 

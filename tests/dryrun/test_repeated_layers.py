@@ -279,14 +279,14 @@ CASES: list[tuple[str, Callable[[], Any], dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("make", "options", "said"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_a_dry_run_of_repeated_layers_finds_what_a_whole_one_does(
+def test_a_dry_run_of_repeated_layers_finds_what_a_full_one_does(
     make: Callable[[], Any], options: dict[str, Any], said: list[str]
 ) -> None:
     with compiler_says() as messages:
         short, forecast = compiled(make, True, **options)
     assert len(messages) == len(said) and all(word in m for word, m in zip(said, messages, strict=True))
-    whole, expected = compiled(make, False, **options)
-    found, wanted = facts(short), facts(whole)
+    full, expected = compiled(make, False, **options)
+    found, wanted = facts(short), facts(full)
     for name in wanted:
         assert found[name] == wanted[name], name
     assert forecast.forecast.seconds == pytest.approx(expected.forecast.seconds, rel=1e-12)

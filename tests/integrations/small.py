@@ -71,8 +71,8 @@ def generated(model: Any, stops: bool = False) -> list[int]:
 
 def plain(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors that can travel between processes."""
-    whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in values.items()}
-    return {n: v.detach().clone() for n, v in whole.items()}
+    full = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in values.items()}
+    return {n: v.detach().clone() for n, v in full.items()}
 
 
 def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

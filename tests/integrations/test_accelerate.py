@@ -79,10 +79,8 @@ def _train(path: str) -> dict[str, Any]:
         model.train()
         curve += ours.train(range(4, 8))
         if stage == 3:
-            whole = ours.accelerator.get_state_dict(ours.model)
-            model.save_pretrained(
-                f"{path}/exported", is_main_process=ours.accelerator.is_main_process, state_dict=whole
-            )
+            full = ours.accelerator.get_state_dict(ours.model)
+            model.save_pretrained(f"{path}/exported", is_main_process=ours.accelerator.is_main_process, state_dict=full)
             ours.accelerator.save_model(ours.model, f"{path}/weights")
         weights = plain(model.state_dict())
         found[str(stage)] = {"curve": curve, "text": text, "evaluated": evaluated.item(), "weights": weights}

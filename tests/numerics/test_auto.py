@@ -58,7 +58,7 @@ def _train(options: dict[str, Any], rows: tuple[int, ...] = ROWS) -> dict[str, A
         "plan": backend.plan.to_json(),
         "residencies": [b.residency for b in backend.plan.buckets],
         "recompute": backend.plan.recompute,
-        "whole": backend.report().peak_whole_buckets,
+        "unsharded": backend.report().peak_whole_buckets,
         "placements": {type(p).__name__ for p in model.parameters()},
         "stage": backend.report().stage,
     }
@@ -107,7 +107,7 @@ def test_a_mixed_plan_gives_the_losses_of_stage_3(share: float) -> None:
     assert mixed[0]["stage"] == "auto"
     kept = mixed[0]["residencies"].count("backward")
     assert 0 < kept <= len(mixed[0]["residencies"]) - (share < 1)  # with all the memory, all may stay
-    assert plain[0]["whole"] < mixed[0]["whole"] <= kept + 2
+    assert plain[0]["unsharded"] < mixed[0]["unsharded"] <= kept + 2
     assert bool(mixed[0]["recompute"]) == (share < 1)
 
 

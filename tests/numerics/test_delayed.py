@@ -112,7 +112,7 @@ def adagrad(model: nn.Module, **options: Any) -> Optimizer:
 
 def _both(make: Make, trains: Callable[[Run], None], warmup: int, options: dict[str, Any]) -> Run:
     """Train by a plain loop in one memory, and delayed with ``options``; returns the latter."""
-    here = {key: value for key, value in options.items() if key in ("stage", "dtype", "whole")}
+    here = {key: value for key, value in options.items() if key in ("stage", "dtype", "model_dtype")}
     plain, late = (
         Run(make, **here),
         Run(partial(make, delayed=True, warmup=warmup), **{**(HOST if "tier" not in options else {}), **options}),
@@ -174,7 +174,7 @@ def _equal(make: Make, warmup: int, options: dict[str, Any]) -> set[str]:
         (2, groups, {"stage": 3, "offload": "gradients", **BF16}),
         (1, momentum, {"stage": 3}),
         (2, adagrad, {"stage": 3, **BF16}),
-        (2, mastered, {"stage": 3, "whole": torch.bfloat16}),
+        (2, mastered, {"stage": 3, "model_dtype": torch.bfloat16}),
         (2, groups, {"stage": 3, "offload": "parameters", **BF16}),
         (1, adamw, {"stage": 3, "offload": "parameters", **BF16}),
     ],
@@ -188,7 +188,7 @@ NVME: list[tuple[int, Make, dict[str, Any]]] = [
     (1, adamw, {**OFF, "stage": 1, **BF16}),
     (2, groups, {**OFF, "stage": 3, **BF16}),
     (2, lion, {**OFF, "stage": 2, **BF16}),
-    (2, mastered, {**BEHIND, "stage": 3, "whole": torch.bfloat16}),
+    (2, mastered, {**BEHIND, "stage": 3, "model_dtype": torch.bfloat16}),
     (1, adamw, {**BEHIND, "stage": 3}),
     (2, groups, {**BEHIND, "stage": 3}),
     (2, adagrad, {**BEHIND, "stage": 2, **BF16}),

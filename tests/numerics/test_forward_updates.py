@@ -74,7 +74,7 @@ def _equal(make: Make, options: dict[str, Any], trains: Callable[[Run], None] = 
         (1, momentum, {"stage": 3, **HOST, "update": "device"}),
         (1, adamw, {"stage": 3, **OFF}),
         (2, groups, {"stage": 3, **OFF, "offload": "gradients"}),
-        (2, mastered, {"stage": 3, **OFF, "offload": "parameters", "whole": torch.bfloat16}),
+        (2, mastered, {"stage": 3, **OFF, "offload": "parameters", "model_dtype": torch.bfloat16}),
         (1, groups, {"stage": 3, **OFF, "offload": "parameters", **BF16}),
         (2, adagrad, {"stage": 3, **BEHIND, "offload": "parameters", **BF16}),
     ],

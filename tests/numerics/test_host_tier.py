@@ -69,7 +69,7 @@ def test_odd_gradients_views_and_inference(offload: str, tier: str, tmp_path: Pa
 
 UPDATES: list[tuple[Any, str, dict[str, Any]]] = [
     (groups, "parameters", {"dtype": torch.bfloat16}),
-    (mastered, "optimizer", {"whole": torch.bfloat16}),
+    (mastered, "optimizer", {"model_dtype": torch.bfloat16}),
     (adamw, "optimizer", {}),
     (bf16_moments, "parameters", {}),
     (stock, "parameters", {"dtype": torch.bfloat16}),

@@ -113,10 +113,10 @@ class Run:
     device = torch.device("cpu")
 
     def __init__(
-        self, make: Callable[[nn.Module], Optimizer], whole: torch.dtype | None = None, **options: Any
+        self, make: Callable[[nn.Module], Optimizer], model_dtype: torch.dtype | None = None, **options: Any
     ) -> None:
         torch.manual_seed(0)
-        self.model = self.net().to(self.device, whole)
+        self.model = self.net().to(self.device, model_dtype)
         own = {} if "plan" in options else {"bucket_size": "20KiB"}
         self.backend = zerograph.backend(compute="eager", **own, **options)
         if self.net is Net and self.device.type == "cpu":
@@ -153,8 +153,8 @@ class Run:
     def result(self) -> Trained:
         values = {name: full(value) for name, value in self.model.state_dict().items()}
         states = self.optimizer.state_dict()["state"]
-        whole = {key: {k: full(torch.as_tensor(v)) for k, v in state.items()} for key, state in states.items()}
-        return self.losses, values, whole
+        full_states = {key: {k: full(torch.as_tensor(v)) for k, v in state.items()} for key, state in states.items()}
+        return self.losses, values, full_states
 
 
 def _rank() -> int:
@@ -227,8 +227,8 @@ PLACEMENTS: list[tuple[dict[str, Any], str, list[Callable[[nn.Module], Optimizer
     ({"stage": 3, "dtype": torch.bfloat16}, "optimizer", [adagrad, stock_sgd, stock]),
     ({"stage": 3, "dtype": torch.bfloat16}, "gradients", [groups, lion]),
     ({"stage": 3, "dtype": torch.bfloat16}, "parameters", [groups, stock, adagrad]),
-    ({"stage": 3, "whole": torch.bfloat16}, "optimizer", [mastered]),
-    ({"stage": 3, "whole": torch.bfloat16}, "parameters", [mastered, adamw]),
+    ({"stage": 3, "model_dtype": torch.bfloat16}, "optimizer", [mastered]),
+    ({"stage": 3, "model_dtype": torch.bfloat16}, "parameters", [mastered, adamw]),
 ]
 
 
@@ -442,17 +442,19 @@ def test_one_optimizer_over_two_offloading_backends_is_refused(tmp_path: Path) -
     run(2, _two_backends, str(tmp_path))
 
 
-def _other_dtypes(folder: str, whole: torch.dtype | None, dtype: torch.dtype) -> None:
+def _other_dtypes(folder: str, model_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     for make in (adamw, mastered):
-        _at_both_tiers(folder, make, lambda training: training.steps(3), whole=whole, stage=3, dtype=dtype)
+        _at_both_tiers(folder, make, lambda training: training.steps(3), model_dtype=model_dtype, stage=3, dtype=dtype)
 
 
 @pytest.mark.parametrize(
-    ("whole", "dtype"),
+    ("model_dtype", "dtype"),
     [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.float16), (None, torch.float64), (None, torch.float16)],
 )
-def test_parameters_that_compute_in_any_dtype(whole: torch.dtype | None, dtype: torch.dtype, tmp_path: Path) -> None:
-    run(2, _other_dtypes, str(tmp_path), whole, dtype)
+def test_parameters_that_compute_in_any_dtype(
+    model_dtype: torch.dtype | None, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    run(2, _other_dtypes, str(tmp_path), model_dtype, dtype)
 
 
 def _two_optimizers(folder: str) -> None:

@@ -248,7 +248,7 @@ def test_offload_after_the_first_call(tmp_path: Path) -> None:
 def _in_float64(folder: str) -> None:
     results = []
     for more in ({"stage": 3}, {**ALL, "path": folder}):
-        training = Run(stock, whole=torch.float64, **more)
+        training = Run(stock, model_dtype=torch.float64, **more)
         training.steps(3)
         results.append(training.result())
     _same(*results)

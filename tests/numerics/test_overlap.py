@@ -95,7 +95,7 @@ def _equal(make: Make, options: dict[str, Any]) -> set[str]:
     return _late(_with_and_without(make, **options))
 
 
-WHOLE = {"few", "scale"}
+UNSHARDED = {"few", "scale"}
 """Parameters that every rank holds whole."""
 BF16 = {"dtype": torch.bfloat16}
 
@@ -109,16 +109,16 @@ BF16 = {"dtype": torch.bfloat16}
         (momentum, {"stage": 3}),
         (adagrad, {"stage": 3, **BF16}),
         (lion, {"stage": 2}),
-        (mastered, {"stage": 3, "whole": torch.bfloat16}),
+        (mastered, {"stage": 3, "model_dtype": torch.bfloat16}),
     ],
 )
 def test_in_memory(make: Make, options: dict[str, Any]) -> None:
-    assert all(late <= WHOLE for late in run(2, _equal, make, options))
+    assert all(late <= UNSHARDED for late in run(2, _equal, make, options))
 
 
 @pytest.mark.slow
 def test_four_ranks() -> None:
-    assert all(late <= WHOLE for late in run(4, _equal, groups, {"stage": 3, **BF16}))
+    assert all(late <= UNSHARDED for late in run(4, _equal, groups, {"stage": 3, **BF16}))
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_four_ranks() -> None:
         (2, momentum, "parameters", {"stage": 3}),
         (1, groups, "parameters", {"stage": 3, **BF16}),
         (4, groups, "parameters", {"stage": 3, **BF16}),
-        (2, mastered, "parameters", {"stage": 3, "whole": torch.bfloat16}),
+        (2, mastered, "parameters", {"stage": 3, "model_dtype": torch.bfloat16}),
     ],
 )
 def test_on_nvme(world_size: int, make: Make, offload: str, options: dict[str, Any], tmp_path: Path) -> None:
     there = {**OFF, "offload": offload, "path": str(tmp_path), **options}
-    assert all(late <= WHOLE for late in run(world_size, _equal, make, there))
+    assert all(late <= UNSHARDED for late in run(world_size, _equal, make, there))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_on_nvme(world_size: int, make: Make, offload: str, options: dict[str, A
 )
 def test_on_the_host(world_size: int, make: Make, offload: str, options: dict[str, Any]) -> None:
     there = {**HOST, "offload": offload, "stage": 3, **options}
-    assert all(late <= WHOLE for late in run(world_size, _equal, make, there))
+    assert all(late <= UNSHARDED for late in run(world_size, _equal, make, there))
 
 
 def _reads_ahead(folder: str) -> tuple[int, Counter[str]]:

@@ -13,7 +13,7 @@ import torch
 from numerics.compare import full
 from numerics.test_offload import HOST, OFF, Net, Run, _rank, _same
 from numerics.test_offload_faults import Faulty
-from numerics.test_overlap import WHOLE, adamw
+from numerics.test_overlap import UNSHARDED, adamw
 from ranks import RankFailure, run
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -148,7 +148,7 @@ def _left() -> set[str]:
 @pytest.mark.slow
 def test_what_has_several_gradients_is_left_to_the_step() -> None:
     for late in run(2, _left):
-        assert late == {"embedding.weight", *WHOLE}
+        assert late == {"embedding.weight", *UNSHARDED}
 
 
 def _from_outside(folder: str) -> None:

@@ -152,11 +152,11 @@ def trained(
     return [values for values, _ in found]
 
 
-def assert_as_whole(
+def assert_as_untiled(
     world_size: int, net: type[nn.Module], steps: int, close: float, **options: Any
 ) -> list[dict[str, Tensor]]:
-    tiled, whole = (trained(world_size, net, steps, tile, **options) for tile in (WEIGHTS, "off"))
-    for ours, theirs in zip(tiled, whole, strict=True):
+    tiled, untiled = (trained(world_size, net, steps, tile, **options) for tile in (WEIGHTS, "off"))
+    for ours, theirs in zip(tiled, untiled, strict=True):
         for name, value in theirs.items():
             near = {"losses": (1, 0), "before": (1, 1), "after": (10, 2)}.get(name, (1, 2))
             rtol, atol = (close * times for times in near)
@@ -169,15 +169,15 @@ def assert_as_whole(
     [(2, Mlps, {}), (2, Few, {"run": harness.run_processes, "compute": "inductor"}), (2, Library, {}), (4, Few, {})],
     ids=["kinds", "inductor", "transformers", "ranks"],
 )
-def test_loops_train_as_whole_layers(world_size: int, net: type[nn.Module], options: dict[str, Any]) -> None:
-    assert_as_whole(world_size, net, 20, 1e-6, **options)
+def test_loops_train_as_untiled_layers(world_size: int, net: type[nn.Module], options: dict[str, Any]) -> None:
+    assert_as_untiled(world_size, net, 20, 1e-6, **options)
 
 
 @pytest.mark.parametrize(
     ("net", "options"), [(Library, {"dtype": torch.bfloat16}), (Cast, {})], ids=["dtype", "autocast"]
 )
 def test_computing_in_16_bits(net: type[nn.Module], options: dict[str, Any]) -> None:
-    tiled = assert_as_whole(2, net, 5, 1e-2, **options)
+    tiled = assert_as_untiled(2, net, 5, 1e-2, **options)
     torch.manual_seed(0)
     exact = net().double()
     x = torch.randn(2, 5, 24, generator=seeded(7)).double()
@@ -247,7 +247,7 @@ def deep(tokens: int, hidden: int) -> tuple[nn.Module, tuple[Tensor]]:
 
 
 @pytest.mark.parametrize("recompute", ["auto", "full", "none"])
-def test_the_middle_is_never_whole(recompute: str) -> None:
+def test_the_middle_is_never_untiled(recompute: str) -> None:
     tokens, hidden = 512, 1024
     peaks = []
     for tile in ("off", {"*.weight": 8}):
@@ -255,6 +255,6 @@ def test_the_middle_is_never_whole(recompute: str) -> None:
         file = forecast_file("tests", found, machine_named("cpu"))
         peaks.append(file.forecast.peaks["device"].bytes)
     # In two layers a middle is saved, and others are made beside it: of each an eighth is there.
-    whole = 4 * tokens * hidden
-    assert max(c.bytes for program in found.frame.programs.values() for c in program.contents) <= whole // 8
-    assert peaks[1] < peaks[0] - whole
+    untiled = 4 * tokens * hidden
+    assert max(c.bytes for program in found.frame.programs.values() for c in program.contents) <= untiled // 8
+    assert peaks[1] < peaks[0] - untiled

@@ -211,12 +211,12 @@ exact = partial(trained, run=harness.run_here, dtype=torch.float64)
 
 def assert_alike(found: Sequence[Trained], truth: Sequence[Trained]) -> None:
     """All ranks together, as one with all of their tokens."""
-    (whole,) = truth
+    (untiled,) = truth
     losses = torch.stack([each.losses for each in found]).mean(0)
-    assert_close(dict(enumerate(losses)), dict(enumerate(whole.losses)), 1e-6)  # type: ignore[arg-type]
+    assert_close(dict(enumerate(losses)), dict(enumerate(untiled.losses)), 1e-6)  # type: ignore[arg-type]
     rows = {name: [each.grads[name] for each in found] for name in found[0].grads}
-    shared = {name for name, of in rows.items() if of[0].shape == whole.grads[name].shape}
-    assert_close({name: of[0] if name in shared else torch.cat(of) for name, of in rows.items()}, whole.grads)
+    shared = {name for name, of in rows.items() if of[0].shape == untiled.grads[name].shape}
+    assert_close({name: of[0] if name in shared else torch.cat(of) for name, of in rows.items()}, untiled.grads)
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], most: float = 1e-5) -> None:
@@ -442,10 +442,10 @@ def planned_within(memory: str, shift: bool) -> tuple[int, int, int]:
 @pytest.mark.parametrize("shift", [False, True])
 def test_a_budget_below_whole_logits_is_met_by_tiles(shift: bool) -> None:
     """Logits of 512 x 4096 numbers take 8 MiB; a plan without tiles holds two such tensors at least."""
-    whole, tiled = (run(2, planned_within, memory, shift)[0] for memory in ("64MiB", "9MiB"))
-    assert whole[0] == 1 and tiled[0] > 1
-    assert tiled[1] < 9 * 2**20 < 16 * 2**20 < whole[1]
-    for _, peak, forecast in (whole, tiled):
+    untiled, tiled = (run(2, planned_within, memory, shift)[0] for memory in ("64MiB", "9MiB"))
+    assert untiled[0] == 1 and tiled[0] > 1
+    assert tiled[1] < 9 * 2**20 < 16 * 2**20 < untiled[1]
+    for _, peak, forecast in (untiled, tiled):
         assert 0.9 < forecast / peak < 1.1
 
 
@@ -487,12 +487,12 @@ def short(criterion: Loss, *shape: int) -> tuple[nn.Module, Sequence[Tensor]]:
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 5), (2, 2)])
 def test_short_sequences(shape: tuple[int, int], criterion: Loss) -> None:
     script = partial(trains, WORDS, shape, same)
-    (found,), (whole,) = (
+    (found,), (untiled,) = (
         harness.run(1, script, short, criterion, *shape, optimizer=sgd, loss_tiles=tiles) for tiles in (3, 1)
     )
-    torch.testing.assert_close(found.losses, whole.losses, equal_nan=True)  # shifted, one token is none
+    torch.testing.assert_close(found.losses, untiled.losses, equal_nan=True)  # shifted, one token is none
     if found.losses.isfinite().all():
-        assert_close(found.grads, whole.grads)
+        assert_close(found.grads, untiled.grads)
 
 
 def test_other_sizes_of_batches_follow(caplog: pytest.LogCaptureFixture) -> None:

@@ -202,10 +202,10 @@ NETS = pytest.mark.parametrize("net", TILABLE, ids=lambda net: net.__name__)
 
 @NETS
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_tiles_train_as_whole_parameters(world_size: int, net: type[nn.Module], tmp_path: Path) -> None:
-    tiled, whole = (planned(tmp_path / f"{tiles}.json", world_size, tiles, net=net) for tiles in (3, 1))
+def test_tiles_train_as_untiled_parameters(world_size: int, net: type[nn.Module], tmp_path: Path) -> None:
+    tiled, untiled = (planned(tmp_path / f"{tiles}.json", world_size, tiles, net=net) for tiles in (3, 1))
     script = partial(trains, 20)
-    assert_close(*(trained(plan, world_size, net, script) for plan in (tiled, whole)))
+    assert_close(*(trained(plan, world_size, net, script) for plan in (tiled, untiled)))
 
 
 def _trained(plan: Path, count: int, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Tensor, Tensor]:
@@ -215,9 +215,9 @@ def _trained(plan: Path, count: int, options: dict[str, Any]) -> tuple[list[floa
     return *training.result(), before
 
 
-def _tiled_and_whole(tiled: Path, whole: Path, net: type[nn.Module]) -> None:
+def _tiled_and_untiled(tiled: Path, untiled: Path, net: type[nn.Module]) -> None:
     losses, values, after, before = _trained(tiled, 20, {"net": net, "compute": "inductor"})
-    expected, truth, last, first = _trained(whole, 20, {"net": net})
+    expected, truth, last, first = _trained(untiled, 20, {"net": net})
     torch.testing.assert_close(before, first, rtol=1e-6, atol=1e-6)
     assert losses == pytest.approx(expected, rel=1e-6)
     for name, value in truth.items():
@@ -226,9 +226,9 @@ def _tiled_and_whole(tiled: Path, whole: Path, net: type[nn.Module]) -> None:
 
 
 @NETS
-def test_tiles_train_as_whole_parameters_from_end_to_end(net: type[nn.Module], tmp_path: Path) -> None:
-    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, net=net) for tiles in (3, 1))
-    run(2, _tiled_and_whole, tiled, whole, net)
+def test_tiles_train_as_untiled_parameters_from_end_to_end(net: type[nn.Module], tmp_path: Path) -> None:
+    tiled, untiled = (planned(tmp_path / f"{tiles}.json", 2, tiles, net=net) for tiles in (3, 1))
+    run(2, _tiled_and_untiled, tiled, untiled, net)
 
 
 NVME, HOST = Placement("nvme", "nvme", "nvme"), Placement("host", "host", "host")
@@ -247,8 +247,8 @@ def test_the_same_tiles_train_alike_wherever_they_live(net: type[nn.Module], wor
         found.append(trained(plan, world_size, net, script, **more))
         for ours, theirs in zip(found[0], found[-1], strict=True):
             assert_same(ours, theirs)
-    whole = planned(tmp_path / "whole.json", world_size, 1, NVME, net)
-    assert_close(found[0], trained(whole, world_size, net, script, **there))
+    untiled = planned(tmp_path / "whole.json", world_size, 1, NVME, net)
+    assert_close(found[0], trained(untiled, world_size, net, script, **there))
 
 
 def accumulates(rank: Rank) -> list[Tensor]:
@@ -271,11 +271,11 @@ def accumulates(rank: Rank) -> list[Tensor]:
 @pytest.mark.parametrize("placement", [Placement(), NVME], ids=["here", "nvme"])
 def test_gradients_that_no_sync_holds_back(placement: Placement, tmp_path: Path) -> None:
     options = {"path": str(tmp_path), "nvme": "8MiB"} if placement.offload_tiers else {}
-    tiled, whole = (
+    tiled, untiled = (
         trained(planned(tmp_path / f"{tiles}.json", 2, tiles, placement), 2, Net, accumulates, **options)
         for tiles in (3, 1)
     )
-    torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(tiled, untiled, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -421,9 +421,9 @@ def _of_words(rank: Rank) -> tuple[list[float], bool]:
 def test_layers_that_repeat_and_are_recomputed(recompute: str) -> None:
     options: dict[str, Any] = {"optimizer": sgd, "by_rank": True, "stage": 3, "bucket_size": 3000}
     ours, truth = (harness.run(2, _of_words, gpt, recompute=recompute, tile=tile, **options) for tile in (3, "off"))
-    for (losses, tiled), (expected, whole) in zip(ours, truth, strict=True):
+    for (losses, tiled), (expected, untiled) in zip(ours, truth, strict=True):
         assert losses == pytest.approx(expected, rel=1e-6)
-        assert tiled and not whole
+        assert tiled and not untiled
 
 
 def test_forecasts_count_one_tile_after_another() -> None:

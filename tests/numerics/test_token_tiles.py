@@ -147,10 +147,10 @@ def test_compiled_beside_a_loss_in_tiles_and_with_one_token_each() -> None:
 
 
 def test_dropout_draws_the_same_numbers() -> None:
-    whole = trained(gelu, False, 0.2, recompute="full")
+    untiled = trained(gelu, False, 0.2, recompute="full")
     found = trained(gelu, False, 0.2, token_tiles=3)
     assert_in_tiles(found[0], 3)
-    assert_alike(found, whole)
+    assert_alike(found, untiled)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -17,13 +17,13 @@ from zerograph.optim.norms import Norms
 
 
 def expected(model: nn.Module, p: float) -> Norms:
-    whole = {n: (_whole(q.detach()), _whole(q.grad)) for n, q in model.named_parameters()}
+    whole = {n: (_full(q.detach()), _full(q.grad)) for n, q in model.named_parameters()}
     weights = {n: float(torch.linalg.vector_norm(w.double(), p)) for n, (w, _) in whole.items()}
     gradients = {n: float(torch.linalg.vector_norm(g.double(), p)) for n, (_, g) in whole.items() if g is not None}
     return Norms(p, weights, gradients)
 
 
-def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _full(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -234,7 +234,7 @@ def _before_sharding() -> bool:
     return all(torch.allclose(ends[0][n], ends[1][n], atol=1e-6) for n in ends[0])
 
 
-def test_states_of_whole_parameters_are_split_with_them() -> None:
+def test_states_of_unsharded_parameters_are_split_with_them() -> None:
     assert run(2, _before_sharding) == [True, True]
 
 

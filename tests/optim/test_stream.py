@@ -209,7 +209,7 @@ def test_what_was_changed_counts_though_its_pages_are_gone(tmp_path: Path) -> No
     _alike(_zeroed_and_gone_from_the_cache, tmp_path)
 
 
-def test_reads_ahead_of_which_one_cannot_begin_are_not_taken_for_whole(
+def test_reads_ahead_of_which_one_cannot_begin_are_not_taken_for_resident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = params_of([20_000])

@@ -77,7 +77,7 @@ return [mm_default_3]""",
     )
 
 
-def test_a_near_second_use_keeps_the_bucket_whole() -> None:
+def test_a_near_second_use_keeps_the_bucket_resident() -> None:
     b = Builder()
     x = b.input("x", 4, 4)
     e, u = b.params("e", "u")

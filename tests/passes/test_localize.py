@@ -11,7 +11,7 @@ from zerograph.passes import localize
 aten = torch.ops.aten
 
 
-def test_a_whole_parameter_needs_no_gather() -> None:
+def test_an_unsharded_parameter_needs_no_gather() -> None:
     b = Builder()
     x = b.input("x", 4, 4)
     (scale,) = b.params("scale", shape=(1, 4), sharded=False)
@@ -45,7 +45,7 @@ return [convert_element_type_default_1]""",
     )
 
 
-def test_over_several_ranks_the_reduction_of_a_whole_parameter_stays() -> None:
+def test_over_several_ranks_the_reduction_of_an_unsharded_parameter_stays() -> None:
     b = Builder()
     g = b.input("g", 4, 4)
     (w,) = b.params("w", sharded=False)

@@ -110,7 +110,7 @@ def test_the_first_gathers_travel_while_computes_without_parameters_run() -> Non
     assert _moves(gm) == "g0 g1 - w0 - f0 w1 - f1"
 
 
-def test_a_bucket_that_stays_whole_takes_the_place_of_one_ahead() -> None:
+def test_a_bucket_that_stays_resident_takes_the_place_of_one_ahead() -> None:
     gm, p = _chain("a", "b", "a", "c", "d", ahead=1)
     gather(gm, p)
     prefetch(gm, p)

@@ -124,7 +124,7 @@ return [clone_default_2]""",
     )
 
 
-def test_a_tile_that_is_used_again_while_it_is_whole_is_gathered_once() -> None:
+def test_a_tile_that_is_used_again_while_it_is_unsharded_is_gathered_once() -> None:
     b = Builder()
     x = b.input("x", 3, 4)
     (w,) = b.params("w", shape=(4, 4))
@@ -505,7 +505,7 @@ def test_sums_of_16_bits_are_rounded_once(made: Callable[[torch.dtype], fx.Graph
     assert result.meta["val"].dtype == torch.bfloat16
 
 
-def test_what_needs_a_parameter_whole_is_named() -> None:
+def test_what_needs_an_unsharded_parameter_is_named() -> None:
     b = Builder()
     (w,) = b.params("w", shape=(8, 4))
     gm = b.output(b.call(aten.mm.default, b.input("x", 3, 8), w), b.call(aten.sum.default, w))

@@ -128,7 +128,7 @@ def test_without_tiles_nothing_changes() -> None:
     assert show(gm) == before
 
 
-def test_what_is_no_longer_by_token_stays_whole_with_a_warning(caplog) -> None:
+def test_what_is_no_longer_by_token_stays_untiled_with_a_warning(caplog) -> None:
     b = Builder()
     middle = b.mm(b.input("x", 5, 2), b.input("w", 2, 8))
     middle.meta["zg"] = Activation(NAME)

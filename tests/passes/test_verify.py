@@ -142,7 +142,7 @@ def test_a_bucket_is_gathered_twice_at_a_time() -> None:
     _fails(gm, p, "bucket 0 is gathered twice at a time")
 
 
-def test_too_many_buckets_are_whole() -> None:
+def test_too_many_buckets_are_unsharded() -> None:
     gm, p = _valid()
     _find(gm, GATHER).append(_find(gm, GATHER, 2))
     _fails(gm, p, "3 buckets would be whole, at most 2 may")

@@ -44,7 +44,7 @@ _LAYER = st.builds(
 _SHARES = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)), min_size=12, max_size=12)
 
 
-def whole(step: Step, prefetch: int) -> Plan:
+def unsharded(step: Step, prefetch: int) -> Plan:
     return plan_step(step, stage=3, world_size=WORLD, bucket_size=SIZE, prefetch=prefetch)
 
 
@@ -137,7 +137,7 @@ def compare_stays(
     plans = (
         recomputed
         for prefetch, waiting in product(prefetches, reductions)
-        for started in starts(replace(whole(step, prefetch), reductions=waiting))
+        for started in starts(replace(unsharded(step, prefetch), reductions=waiting))
         for kept in residencies(started)
         for recomputed in recomputations(kept, len(layers))
     )
@@ -151,7 +151,7 @@ def test_placement_residency_and_recomputation(layers: list[Layer], shares: list
     step = step_of(layers)
     plans = (
         recomputed
-        for placed in placements(whole(step, 1))
+        for placed in placements(unsharded(step, 1))
         for kept in residencies(placed)
         for recomputed in recomputations(kept, len(layers))
     )
@@ -166,7 +166,7 @@ def test_placement_residency_and_activations_on_one_tier(layers: list[Layer], sh
     machine, step = replace(GPU, nvme_capacity=0), step_of(layers)
     plans = (
         replace(recomputed, offload=tuple((f"blocks.{i}", "host") for i, offloaded in enumerate(waits) if offloaded))
-        for placed in placements(whole(step, 1), TIERS[:2])
+        for placed in placements(unsharded(step, 1), TIERS[:2])
         for kept in residencies(placed)
         for recomputed in recomputations(kept, len(layers))
         for waits in product((False, True), repeat=len(layers))
@@ -188,7 +188,7 @@ def test_each_activation_kept_recomputed_or_offloaded(layers: list[Layer], share
             offload=tuple((name, "host") for name, offloaded in zip(inside, waits, strict=True) if offloaded),
             fetch_ahead=ahead,
         )
-        for kept in residencies(whole(step, 1))
+        for kept in residencies(unsharded(step, 1))
         for recomputed in recomputations(kept, len(layers))
         for waits in product((False, True), repeat=len(inside))
         for ahead in ((1, 2) if any(waits) else (1,))

@@ -341,15 +341,15 @@ def test_tiles_cover_every_shard_exactly_once(rows: int, world: int, tiles: int)
     slices = tile_rows(chunk, tiles)
     assert [row for begin, end in slices for row in range(begin, end)] == list(range(chunk))
     assert all(end > begin for begin, end in slices)
-    parts, (whole,) = (
+    parts, (full,) = (
         scheduler_of(step, plan, GPU).bucket_parts(0, tiles),
         scheduler_of(step, plan, GPU).bucket_parts(0, 1),
     )
-    assert sum(p.whole for p in parts) == whole.whole and sum(p.gradients for p in parts) == whole.gradients
+    assert sum(p.unsharded for p in parts) == full.unsharded and sum(p.gradients for p in parts) == full.gradients
     assert [p.label for p in parts] == [
         f"{bucket.name} tile {i + 1}/{tiles}" if tiles > 1 else bucket.name for i in range(tiles)
     ]
-    assert _sum([p.shards for p in parts]) == whole.shards
+    assert _sum([p.shards for p in parts]) == full.shards
 
 
 def _sum(parts: Sequence[Shards]) -> Shards:
@@ -386,9 +386,9 @@ def test_tiling_holds_a_few_tiles_instead_of_the_whole() -> None:
     peaks = [
         file_of(step, placed(ruled(step), Placement(), tiles), GPU).forecast.peaks["device"].bytes for tiles in (1, 8)
     ]
-    whole = 4 * 16 * MIB
+    full = 4 * 16 * MIB
     # Beside shards there are at most two whole of: parameters in use and ahead, gradients made and being reduced.
-    assert peaks[0] - peaks[1] > 2 * whole
+    assert peaks[0] - peaks[1] > 2 * full
 
 
 def test_what_is_not_sharded_stays() -> None:
@@ -479,7 +479,7 @@ def test_plans_that_nobody_can_have_made_are_refused(change: dict[str, object], 
         Plan.from_json(plan.to_json())
 
 
-def test_buckets_of_one_layer_that_share_a_name_may_be_whole_together() -> None:
+def test_buckets_of_one_layer_that_share_a_name_may_be_unsharded_together() -> None:
     step = step_of([Layer(rows=1024)] * 3)
     plan = ruled(step, bucket_size=1)
     one = replace(plan, buckets=tuple(replace(bucket, name="blocks") for bucket in plan.buckets))

@@ -18,14 +18,14 @@ def test_a_parameter_is_read_as_it_is_placed(sharded: bool) -> None:
     with simulated_rank(1, 4):
         mesh = init_device_mesh("cpu", (4,))
         param = DTensor.from_local(torch.ones(2, 3), mesh, dtensors.placements_of(sharded), run_check=False)
-        assert dtensors.is_sharded(param) == sharded == (not dtensors.is_whole(param))
+        assert dtensors.is_sharded(param) == sharded == (not dtensors.is_replicated(param))
         assert dtensors.needs_one_reduction(param)
         assert dtensors.group_of_ranks(param) is mesh.get_group()
         assert dtensors.own_rows(7, mesh) == rows_of(7, 1, 4) == slice(2, 4)
 
 
 def test_a_plain_tensor_is_whole() -> None:
-    assert dtensors.is_whole(torch.ones(2)) and not dtensors.is_sharded(torch.ones(2))
+    assert dtensors.is_replicated(torch.ones(2)) and not dtensors.is_sharded(torch.ones(2))
     assert dtensors.needs_one_reduction(torch.ones(2))
 
 
@@ -44,7 +44,7 @@ def test_tensors_that_users_placed(
 ) -> None:
     with simulated_rank(0, 4):
         tensor = DTensor.from_local(torch.ones(4, 4), init_device_mesh("cpu", sizes), placements, run_check=False)
-        assert dtensors.is_sharded(tensor) == sharded and not dtensors.is_whole(tensor)
+        assert dtensors.is_sharded(tensor) == sharded and not dtensors.is_replicated(tensor)
         assert dtensors.needs_one_reduction(tensor) == one
 
 

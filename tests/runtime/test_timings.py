@@ -36,13 +36,13 @@ def test_a_recording_knows_of_which_updates_it_has_all() -> None:
         timings.add("cpu_update", Purpose("states", "layers.0.weight", update), at, at + 1)
     before.ended = own.ended = True
     timings.add("nvme_read", Purpose("shard", "layers.0.weight"), 9, 10)
-    assert [timing.whole for timing in timings.take()] == [False, True, False, True]
+    assert [timing.complete for timing in timings.take()] == [False, True, False, True]
     between = timings.update()
     timings.begin()
     timings.add("cpu_update", Purpose("states", "layers.0.weight", between), 1, 2)
     unended.ended = between.ended = True
     timings.add("cpu_update", Purpose("states", "layers.0.weight", unended), 3, 4)
-    assert [timing.whole for timing in timings.take()] == [False, False]
+    assert [timing.complete for timing in timings.take()] == [False, False]
 
 
 def test_an_arena_tells_when_bytes_moved(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def _language_model(tied: bool = False) -> tuple[Any, dict[str, Tensor]]:
     return model, values
 
 
-def _whole(model: nn.Module) -> dict[str, Tensor]:
+def _full(model: nn.Module) -> dict[str, Tensor]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
@@ -106,7 +106,7 @@ def _saved(folder: str, tied: bool) -> None:
         if first:
             model.save_pretrained(f"{folder}/gathered")
             save_model(model, f"{folder}/model.safetensors")
-    model.save_pretrained(f"{folder}/given", state_dict=_whole(model), is_main_process=first)
+    model.save_pretrained(f"{folder}/given", state_dict=_full(model), is_main_process=first)
     zerograph.export(model, f"{folder}/exported.safetensors")
     dist.barrier()
     if first:

@@ -30,7 +30,7 @@ def sharded(model: nn.Module, stage: int = 3, **options: Any) -> Any:
     return zerograph.shard(model, zerograph.backend(stage=stage, compute="eager", **options))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -39,7 +39,7 @@ def compare(ours: nn.Module, plain: nn.Module) -> None:
     for (name, mine), (_, theirs) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None), name
         if mine.grad is not None:
-            torch.testing.assert_close(whole(mine.grad), theirs.grad, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(full(mine.grad), theirs.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def copies(make: Callable[[], nn.Module], stage: int = 3) -> tuple[nn.Module, nn.Module]:

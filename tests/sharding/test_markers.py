@@ -20,10 +20,10 @@ def _round_trip(sharded: bool, dtype: torch.dtype) -> None:
     full = torch.arange(15.0).view(ROWS)
     rows = -(-ROWS[0] // world)
     shard = (full[rank * rows :][:rows] if sharded else full).clone().requires_grad_()
-    whole = ops.UNSHARD(shard, list(ROWS), "w", group, dtype, torch.float32, sharded)
-    assert whole.dtype is dtype and torch.equal(whole.detach(), full.to(dtype))
-    assert whole.data_ptr() != shard.data_ptr()
-    (whole.float() * (rank + 1)).sum().backward()
+    gathered = ops.UNSHARD(shard, list(ROWS), "w", group, dtype, torch.float32, sharded)
+    assert gathered.dtype is dtype and torch.equal(gathered.detach(), full.to(dtype))
+    assert gathered.data_ptr() != shard.data_ptr()
+    (gathered.float() * (rank + 1)).sum().backward()
     assert shard.grad is not None and shard.grad.dtype is torch.float32
     assert torch.equal(shard.grad, torch.full_like(shard, sum(range(1, world + 1)) / world))
 

@@ -91,7 +91,7 @@ def test_traces_are_reported_before_they_begin() -> None:
 # Which model is called
 
 
-def _whole(model: Net, backend: Recorder) -> nn.Module:
+def _full(model: Net, backend: Recorder) -> nn.Module:
     return torch.compile(model, backend=backend)  # type: ignore[return-value]
 
 
@@ -110,7 +110,7 @@ def _forward(model: Net, backend: Recorder) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("form", [_whole, _method, _any_call, _forward])
+@pytest.mark.parametrize("form", [_full, _method, _any_call, _forward])
 def test_the_called_model_and_its_backend(form: Callable[[Net, Recorder], nn.Module]) -> None:
     model, backend = Net(), Recorder(lambda _: torch_private.called_model())
     assert torch_private.backend_given(model) is None

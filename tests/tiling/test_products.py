@@ -46,7 +46,7 @@ def test_what_products_and_lookups_alone_use(use, can: bool) -> None:
     assert list(tilable(gm.graph)) == ["w"] * can
 
 
-def test_one_use_that_needs_it_whole_is_enough() -> None:
+def test_one_use_that_needs_it_untiled_is_enough() -> None:
     b = Builder()
     x = b.input("x", 4, 4)
     w, v = b.params("w", "v")
@@ -67,7 +67,7 @@ def test_gradients_are_products_and_their_sums() -> None:
     assert list(tilable(gm.graph)) == ["u", "v"]
 
 
-def test_what_every_rank_holds_whole_has_no_tiles() -> None:
+def test_unsharded_parameters_have_no_tiles() -> None:
     b = Builder()
     x = b.input("x", 4, 4)
     (w,) = b.params("w", sharded=False)

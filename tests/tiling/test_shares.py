@@ -22,9 +22,9 @@ class Run(fx.Interpreter):
         if target is PLACE:
             (tile,), into, shape, dim, begin = args
             sizes = [own if size < 0 else size for size, own in zip(shape, tile.shape, strict=True)]
-            whole = torch.full(sizes, torch.nan) if into is None else into.clone()
-            whole.narrow(dim, begin, tile.shape[dim]).copy_(tile)
-            return whole
+            full = torch.full(sizes, torch.nan) if into is None else into.clone()
+            full.narrow(dim, begin, tile.shape[dim]).copy_(tile)
+            return full
         return super().call_function(target, args, kwargs)
 
 
@@ -44,12 +44,12 @@ def test_parts_put_together_are_the_whole(size: int, ranks: int, tiles: int, dim
         parts.append(part)
         into = shares.place(shares.padded(part, dim, begin, end), into, dim, begin, end)
     assert into is not None
-    whole = shares.whole(into, dim)
-    gm = b.output(whole, *parts)
+    full = shares.full(into, dim)
+    gm = b.output(full, *parts)
     value = torch.randn(shape)
     found, *own = Run(gm).run(value)
     assert torch.equal(found, value)
-    assert [node.meta["val"].shape for node in (whole, *parts)] == [one.shape for one in (found, *own)]
+    assert [node.meta["val"].shape for node in (full, *parts)] == [one.shape for one in (found, *own)]
     # Nothing of a part is padding: each number of the whole is in one of them.
     assert sorted(torch.cat([one.flatten() for one in own]).tolist()) == sorted(value.flatten().tolist())
 

@@ -143,7 +143,7 @@ def softmax_over_tokens(b: Builder, logits: fx.Node) -> fx.Node:
     return b.call(aten.amax.default, logits, [0])
 
 
-def shifted_and_whole(b: Builder, logits: fx.Node) -> fx.Node:
+def shifted_and_full(b: Builder, logits: fx.Node) -> fx.Node:
     """One term of the loss reads tokens that another one leaves out."""
     kept = b.call(aten.sum.dim_IntList, b.call(aten.slice.Tensor, viewed(b, logits), 1, 0, 3), [2])
     return b.call(aten.add.Tensor, b.call(aten.sum.default, kept), b.call(aten.sum.default, logits))
@@ -197,7 +197,7 @@ def by_position(b: Builder, logits: fx.Node) -> fx.Node:
     [
         (returned, "returns logits"),
         (softmax_over_tokens, "does more than sum over tokens"),
-        (shifted_and_whole, "reads more tokens than a slice of the logits keeps"),
+        (shifted_and_full, "reads more tokens than a slice of the logits keeps"),
         (of_two_windows, "keeps other tokens than another slice"),
         (written_among, "writes some tokens among others"),
         (not_zero_outside, "reads more tokens than a slice of the logits keeps"),
@@ -208,7 +208,7 @@ def by_position(b: Builder, logits: fx.Node) -> fx.Node:
         (by_position, "takes batch and sequence apart"),
     ],
 )
-def test_the_reason_why_logits_have_to_be_whole(use: Callable[[Builder, fx.Node], fx.Node], why: str) -> None:
+def test_the_reason_why_logits_have_to_be_untiled(use: Callable[[Builder, fx.Node], fx.Node], why: str) -> None:
     b = Builder()
     logits = head(b)
     b.output(use(b, logits))

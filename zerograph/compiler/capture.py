@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.compiler.source_lines import source_line
-from zerograph.compiler.tileable import bytes_of_node, gradients_ahead, token_regions, why_logits_are_whole
+from zerograph.compiler.tileable import bytes_of_node, gradients_ahead, token_regions, why_logits_are_untiled
 from zerograph.core.step import Kind, Lookup, Op, Param, Step, Value
 from zerograph.graph.costs import (
     describing_sizes,
@@ -73,14 +73,14 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         mlps=tuple(mlps_of(graph, backward)),
         ends_at_break=setting.ends_at_break,
     )
-    whole = Graph(step)
-    head = head_of(whole)
+    full = Graph(step)
+    head = head_of(full)
     if head is not None:
         product = next(node for node in graph.nodes if node.name == head.name)
-        why, ahead = why_logits_are_whole(product, backward), gradients_ahead(graph, product)
-        step = replace(step, whole_logits=why, loss_gradients=() if why else ahead)
+        why, ahead = why_logits_are_untiled(product, backward), gradients_ahead(graph, product)
+        step = replace(step, untiled_logits=why, loss_gradients=() if why else ahead)
     if setting.training and setting.by_token:
-        params_read = {op.name: read for op, read in zip(whole.ops, whole.params_read, strict=True)}
+        params_read = {op.name: read for op, read in zip(full.ops, full.params_read, strict=True)}
         step = replace(step, token_regions=tuple(token_regions(part.ops, backward, params_read)))
     return with_updates(step, setting.world_size, setting.moments)
 

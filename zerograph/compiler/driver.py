@@ -42,7 +42,7 @@ from zerograph.compiler.torch_private import (
     split_by_minimum_cut,
     trace_and_split,
 )
-from zerograph.compiler.whole_parameters import compute_with_whole, explaining_mixtures
+from zerograph.compiler.unsharded_parameters import compute_with_unsharded, explaining_mixtures
 from zerograph.core.garbage import without_gc
 from zerograph.graph.layers import name_model
 from zerograph.graph.nodes import Pair
@@ -165,9 +165,9 @@ def trace(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | Re
 
 def compile_joint(frame: Frame, joint: Joint | Repeat) -> dict[Kind, tuple[Callee, ...]]:
     """Make the programs of a joint graph that :func:`trace` gave; returns the callables of their segments by kind."""
-    whole, frame.repeat = (joint.whole, joint) if isinstance(joint, Repeat) else (joint, None)
-    with without_gc(), as_when_called(whole.gm):
-        graphs = split(frame, whole.gm, (), num_fwd_outputs=whole.outputs, static_lifetime_input_indices=whole.static)
+    full, frame.repeat = (joint.full, joint) if isinstance(joint, Repeat) else (joint, None)
+    with without_gc(), as_when_called(full.gm):
+        graphs = split(frame, full.gm, (), num_fwd_outputs=full.outputs, static_lifetime_input_indices=full.static)
         segments = {kind: to_program(frame, kind, gm) for kind, gm in zip(_TRAINING, graphs, strict=True)}
     frame.repeat = None
     return segments
@@ -178,7 +178,7 @@ _TRAINING: tuple[Kind, ...] = ("forward", "backward")
 
 def plan_joint(frame: Frame, joint: Joint | Repeat) -> None:
     """Plan the step of a joint graph that :func:`trace` gave, and make no programs of it."""
-    gm = (joint.whole if isinstance(joint, Repeat) else joint).gm
+    gm = (joint.full if isinstance(joint, Repeat) else joint).gm
     with without_gc(), as_when_called(gm):
         _plan(frame, "joint", gm)
 
@@ -187,11 +187,11 @@ def _checked(
     frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
     """Refuse what cannot be compiled; returns the inputs to trace with, and how a compiled function gets them."""
-    compute_with_whole(gm, inputs)
+    compute_with_unsharded(gm, inputs)
     refuse_mutations(gm)
     name_model(gm)
     frame.plain = plain(value for value in inputs if isinstance(value, nn.Parameter))
     frame.ends_at_break = ends_at_graph_break(gm)
-    whole = return_loss_only(gm) if frame.compilation.loss_only else None
+    restore = return_loss_only(gm) if frame.compilation.loss_only else None
     rows, exchanging = take_local_shards(gm, inputs)
-    return rows, exchanging if whole is None else lambda compiled: whole(exchanging(compiled))
+    return rows, exchanging if restore is None else lambda compiled: restore(exchanging(compiled))

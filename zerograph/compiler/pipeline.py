@@ -18,7 +18,7 @@ from zerograph.compiler.repetition.shorten import few_layers
 from zerograph.compiler.repetition.simplify import simplified
 from zerograph.compiler.shard_inputs import take_local_shards
 from zerograph.compiler.torch_private import split_by_minimum_cut
-from zerograph.compiler.whole_parameters import compute_with_whole
+from zerograph.compiler.unsharded_parameters import compute_with_unsharded
 from zerograph.graph.layers import name_model
 from zerograph.passes import PIPELINE, Stage
 
@@ -52,7 +52,7 @@ def _passes(*stages: Stage) -> Iterator[Rewrite]:
 
 
 REWRITES: tuple[Rewrite, ...] = (
-    Rewrite("dynamo", compute_with_whole),
+    Rewrite("dynamo", compute_with_unsharded),
     Rewrite("dynamo", refuse_mutations),
     Rewrite("dynamo", name_model),
     Rewrite("dynamo", return_loss_only),

@@ -293,18 +293,18 @@ def _beside(ran: Sequence[_Ran], moves: Sequence[UnderWay]) -> float:
 
 def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:
     """The instructions that ran, but for the gathers of buckets that were whole already."""
-    whole: set[int] = set()
+    unsharded: set[int] = set()
     moved = []
     for run in ran:
         instruction = run.instruction
         # It returned at once: as a sample of the collective's time it would halve the mean.
-        if isinstance(instruction, (Gather, WaitGather)) and instruction.bucket in whole:
+        if isinstance(instruction, (Gather, WaitGather)) and instruction.bucket in unsharded:
             continue
         moved.append(run)
         if isinstance(instruction, WaitGather):
-            whole.add(instruction.bucket)
+            unsharded.add(instruction.bucket)
         elif isinstance(instruction, Free) and not instruction.kept:
-            whole.discard(instruction.bucket)
+            unsharded.discard(instruction.bucket)
     return moved
 
 

@@ -12,7 +12,7 @@ from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Stage
 from zerograph.core.plan import Bucket
 from zerograph.core.units import format_bytes
-from zerograph.planner.profile.loss import why_whole
+from zerograph.planner.profile.loss import why_untiled
 from zerograph.planner.profile.tiling import not_looped
 from zerograph.planner.programs.process_memory import Resident
 from zerograph.runtime.comm.collectives import Communicator
@@ -102,7 +102,7 @@ class Report:
         graph_breaks: reason and count of each graph break in this process since the backend was made, those of other
             backends included: Dynamo does not tell them apart.
         runs: executions per kind of program.
-        peak_whole_buckets: most buckets that were whole at one time.
+        peak_whole_buckets: most buckets that were unsharded at one time.
         on_nvme: bytes on NVMe, of this rank: parameters (masters, where these have copies), their copies in the compute
             dtype, gradients, optimizer states.
         slots: bytes of memory that updates stream them through.
@@ -159,14 +159,14 @@ class Report:
             compile_seconds=sum(f.seconds for f in frames),
             graph_breaks=dict(Counter(graph_breaks()) - Counter(breaks_before)),
             runs=dict(telemetry.runs),
-            peak_whole_buckets=telemetry.peak_whole,
+            peak_whole_buckets=telemetry.peak_unsharded,
             on_nvme=store.bytes(),
             slots=store.slots.bytes,
             on_host=store.on_host(),
             token_tiles={
                 f.index: TokenTiles(f.plan.loss_tiles, f.plan.token_tiles, len(f.plan.token_regions)) for f in compiled
             },
-            whole_logits={f.index: why for f in compiled if (why := why_whole(f.step, f.plan.loss_tiles))},
+            whole_logits={f.index: why for f in compiled if (why := why_untiled(f.step, f.plan.loss_tiles))},
             apart={mlp: why for f in compiled for mlp, why in not_looped(f.plan, f.step).items()},
             recorded=recorded,
         )

@@ -42,9 +42,9 @@ def left_in_tiles(step: Step, plan: Plan, graph: fx.Graph) -> Step:
         The very ``step``, where the plan can be carried out.
     """
     backward = backward_nodes(graph)
-    if plan.loss_tiles > 1 and (why := _why_head_is_whole(plan, graph, backward)):
-        step = replace(step, whole_logits=why, loss_gradients=())
-    if gone := _whole_regions(plan, graph, backward):
+    if plan.loss_tiles > 1 and (why := _why_head_is_untiled(plan, graph, backward)):
+        step = replace(step, untiled_logits=why, loss_gradients=())
+    if gone := _untiled_regions(plan, graph, backward):
         regions = tuple(region for region in step.token_regions if region.activation not in gone)
         step = replace(step, token_regions=regions)
     if unlooped := _not_looped(plan, graph, backward):
@@ -52,31 +52,31 @@ def left_in_tiles(step: Step, plan: Plan, graph: fx.Graph) -> Step:
     return step
 
 
-def _why_head_is_whole(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> str:
+def _why_head_is_untiled(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> str:
     head = head_of(graph.nodes, plan)
-    return why_logits_are_whole(head, backward) if head is not None else f"{_NAMELESS} ({plan.head})"
+    return why_logits_are_untiled(head, backward) if head is not None else f"{_NAMELESS} ({plan.head})"
 
 
-def _whole_regions(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]:
+def _untiled_regions(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]:
     """The MLPs that ``plan`` has in tiles of tokens and that cannot run so in ``graph``, with a warning."""
     if not plan.token_regions:
         return set()
-    whole = dict.fromkeys(plan.token_regions, _NAMELESS)
+    untiled = dict.fromkeys(plan.token_regions, _NAMELESS)
     sizes = describing_sizes(graph)
     again = _computed_again([n for n in graph.nodes if n.op == "call_function" and n not in sizes], backward)
     for product in wide_products(graph.nodes, plan.token_regions):
         name = product.meta["zg"].name
-        del whole[name]
+        del untiled[name]
         try:
             _layer_region(layer_of_activation(name), product, backward, again)
         except Mixes as error:
-            whole[name] = f"{error} ({source_line(error.node)})"
-    for name, why in list(whole.items())[:1]:  # the others are of layers like its own, most often
+            untiled[name] = f"{error} ({source_line(error.node)})"
+    for name, why in list(untiled.items())[:1]:  # the others are of layers like its own, most often
         log.warning(
             "%d tiles of tokens were planned, and the MLPs of %d layers run whole, %s because %s",
-            plan.token_tiles, len(whole), name, why,
+            plan.token_tiles, len(untiled), name, why,
         )  # fmt: skip
-    return set(whole)
+    return set(untiled)
 
 
 def _not_looped(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]:
@@ -99,7 +99,7 @@ def _not_looped(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]
     return unlooped
 
 
-def why_logits_are_whole(product: fx.Node, backward: set[fx.Node]) -> str:
+def why_logits_are_untiled(product: fx.Node, backward: set[fx.Node]) -> str:
     """Why the logits that ``product`` makes cannot be made for some tokens at a time; empty where they can.
 
     The backward that makes them again is looked at as it will be: with what it needs of the forward.

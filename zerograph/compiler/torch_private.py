@@ -369,8 +369,8 @@ def with_wrappers(wrappers: bytes, programs: Mapping[str, Callable[..., Any]]) -
     result.compiled_fw = _Loaded(programs.get("forward") or programs["inference"])
     if result.compiled_bw is not None:
         result.compiled_bw.program = torch._dynamo.disable(programs["backward"], reason="compiled already")
-    whole = result.wrap_post_compile([], result.sanitized_aot_config, {})
-    return torch._dynamo.disable(lambda *inputs: whole([*inputs]), reason="compiled already")  # type: ignore[no-any-return]
+    run = result.wrap_post_compile([], result.sanitized_aot_config, {})
+    return torch._dynamo.disable(lambda *inputs: run([*inputs]), reason="compiled already")  # type: ignore[no-any-return]
 
 
 # DTensor

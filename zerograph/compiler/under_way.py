@@ -25,7 +25,7 @@ class UnderWay:
     Attributes:
         phase: kind of the program, "update" for all that moves with states.
         bucket: -1 of activations.
-        whole: whether the recording has all of what they belong to, and not a part of an update.
+        complete: whether the recording has all of what they belong to, and not a part of an update.
         times: in which some were under way, in nanoseconds since 1970; disjoint and ascending.
     """
 
@@ -34,7 +34,7 @@ class UnderWay:
     label: str
     phase: str
     bucket: int
-    whole: bool
+    complete: bool
     times: tuple[Interval, ...]
 
     @property
@@ -75,7 +75,7 @@ def under_way(timings: Iterable[Timing], plan: Plan, backward: int) -> list[Unde
         bucket = bucket_of.get(whose)
         phase = "update" if what == "states" else "forward" if timing.begin < backward else "backward"
         label, index = (bucket.name, bucket.index) if bucket is not None else (whose, -1)
-        key = (timing.stream, what, label, phase, index, timing.whole)
+        key = (timing.stream, what, label, phase, index, timing.complete)
         found.setdefault(key, []).append((timing.begin, timing.end))
     return [UnderWay(*key, tuple(union(times))) for key, times in found.items()]
 
@@ -91,7 +91,7 @@ def seconds_of(moves: Iterable[UnderWay], programs: Sequence[Program]) -> dict[s
                 counts[key] = counts.get(key, 0) + 1
     found: dict[str, list[UnderWay]] = {}
     for move in moves:
-        if move.whole:
+        if move.complete:
             found.setdefault(move.key, []).append(move)
     return {
         key: sum(move.seconds for move in same) / sum(counts.get((key, move.phase), 1) for move in same)

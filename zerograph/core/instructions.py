@@ -224,7 +224,7 @@ class _BucketWait(_Wait):
 
 @dataclass(frozen=True, slots=True)
 class WaitGather(_BucketWait):
-    """Wait for a gather; ``outs`` are the full parameters, ``kept`` whole for a later program or not."""
+    """Wait for a gather; ``outs`` are the full parameters, ``kept`` for a later program or not."""
 
     operation = "gather"
     kept: bool = False
@@ -250,7 +250,7 @@ class Free(_Instruction):
     """Let go of a bucket's full parameters.
 
     Attributes:
-        kept: whether the bucket stays whole for a later program.
+        kept: whether the bucket stays resident for a later program.
         ends: whether it was kept for this one, and no later program finds it.
     """
 

@@ -25,7 +25,7 @@ def fetched_bytes(param: Param, world_size: int, placement: Placement, split: bo
     return copy_bytes(param, world_size) if _is_copied(param, placement, split) else shard_bytes(param, world_size)
 
 
-def is_whole(param: Param, world_size: int, placement: Placement, split: bool) -> bool:
+def is_full(param: Param, world_size: int, placement: Placement, split: bool) -> bool:
     """Whether the shard, or the copy that stands for it, is the parameter that is computed with: one rank gathers it in
     its own place."""
     return world_size == 1 and (param.dtype == param.compute_dtype or _is_copied(param, placement, split))
@@ -38,7 +38,7 @@ def _is_copied(param: Param, placement: Placement, split: bool) -> bool:
 def gathered_bytes(params: Iterable[Param], world_size: int) -> int:
     """Bytes that an all-gather of ``params`` fills: every rank's rows, padded to the largest shard.
 
-    A parameter that every rank holds whole is cast at most: kernels read a master that has the compute dtype.
+    An unsharded parameter is cast at most: kernels read a master that has the compute dtype.
     """
     return sum(
         p.chunk_elements(world_size) * (world_size if p.sharded else 1) * ITEM_SIZE[p.compute_dtype]

@@ -379,8 +379,8 @@ class Plan:
         yield from (f"{name} runs by token twice" for name in _twice(self.token_regions))
         kept = (name for name in self.token_regions if layer_of_activation(name) not in layers)
         yield from (f"{name} runs by token, of a layer that is not recomputed" for name in kept)
-        whole = (name for name in self.save if layer_of_activation(name) not in layers)
-        yield from (f"{name} is saved, of a layer that is not recomputed" for name in whole)
+        stray = (name for name in self.save if layer_of_activation(name) not in layers)
+        yield from (f"{name} is saved, of a layer that is not recomputed" for name in stray)
         if self.update not in UPDATES:
             yield f"updates on {self.update!r}"
         if self.overlap not in OVERLAPS:
@@ -411,8 +411,8 @@ class GivenPlan:
 def _bucket(**data: Any) -> Bucket:
     _require_types(Bucket, data)
     rest = {k: v for k, v in data.items() if k not in ("params", "placement")}
-    whole = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in data["params"])
-    return Bucket(params=whole, placement=Placement(**data["placement"]), **rest)
+    params = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in data["params"])
+    return Bucket(params=params, placement=Placement(**data["placement"]), **rest)
 
 
 def _require_types(kind: type[Plan] | type[Bucket], data: Mapping[str, Any]) -> None:

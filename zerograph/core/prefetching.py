@@ -43,32 +43,32 @@ def _more_than(limit: int, uses: Sequence[Hashable], first: int, end: int) -> bo
 def gather_starts(
     buckets: Sequence[object], ends: Sequence[int], distance: int, ahead: Sequence[int] | None = None
 ) -> list[int]:
-    """For each interval, the one at whose start its gather may begin, with at most ``distance + 1`` buckets whole.
+    """For each interval, the one at whose start its gather may begin, with at most ``distance + 1`` buckets unsharded.
 
     Args:
-        buckets: what each interval makes whole.
+        buckets: what each interval gathers.
         ends: for each interval, the number of the interval at whose start it is freed.
         ahead: for each interval, how many intervals before its own its gather begins, at most; ``distance`` unless
             told.
 
-    One pass over the intervals: gathers start at most ``distance`` intervals early, so what is whole before that is
+    One pass over the intervals: gathers start at most ``distance`` intervals early, so what is unsharded before that is
     fixed.
     """
     starts: list[int] = []
     change = [0] * (len(ends) + 1)  # at the start of each interval, buckets gathered less buckets freed
     freed: dict[object, int] = {}  # where the last interval of a bucket ended: no bucket is gathered twice at a time
-    fixed, whole_before = 0, 0
+    fixed, unsharded_before = 0, 0
     for i, (bucket, end) in enumerate(zip(buckets, ends, strict=True)):
-        # No later gather begins before this point, so that what is whole there never changes again.
+        # No later gather begins before this point, so that what is unsharded there never changes again.
         for at in range(fixed, i - distance):
-            whole_before += change[at]
+            unsharded_before += change[at]
         fixed = max(fixed, i - distance)
-        start, whole = max(freed.get(bucket, 0), fixed), whole_before
+        start, unsharded = max(freed.get(bucket, 0), fixed), unsharded_before
         start = max(start, i - ahead[i]) if ahead is not None else start
         for at in range(fixed, i):
-            whole += change[at]
-            # One more would make `distance + 2` whole: the gather begins behind this interval.
-            if whole > distance:
+            unsharded += change[at]
+            # One more would make `distance + 2` unsharded: the gather begins behind this interval.
+            if unsharded > distance:
                 start = max(start, at + 1)
         # At its own interval at the latest: a gather that finds no room simply does not run ahead.
         start = min(start, i)

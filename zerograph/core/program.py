@@ -36,14 +36,14 @@ from zerograph.core.step import Kind, layer_of
 from zerograph.core.units import format_bytes
 
 
-def stays_whole(residency: Residency, kind: str) -> bool:
-    """Whether a bucket stays whole behind its last use in a program of that kind."""
+def stays_resident(residency: Residency, kind: str) -> bool:
+    """Whether a bucket stays resident behind its last use in a program of that kind."""
     # After an inference no backward follows, and weights may have changed before the next call.
     return kind != "inference" and (residency == "step" or (residency == "backward" and kind != "backward"))
 
 
-def ends_whole(residency: Residency, kind: str) -> bool:
-    """Whether a bucket that stayed whole until a program of that kind is freed in it."""
+def ends_resident(residency: Residency, kind: str) -> bool:
+    """Whether a bucket that stayed resident until a program of that kind is freed in it."""
     return residency == "backward" and kind == "backward"
 
 

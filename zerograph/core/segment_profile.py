@@ -80,8 +80,8 @@ def segment_profile(
         stays: memory that outlives the segment.
         cuts: operators with which an interval begins, whatever is read last before it.
     """
-    whole = {name for op in operators if op.product for name in op.reads}
-    takes = [op.bytes if op.kernel or op.writes in whole or op.writes in stays else 0 for op in operators]
+    materialized = {name for op in operators if op.product for name in op.reads}
+    takes = [op.bytes if op.kernel or op.writes in materialized or op.writes in stays else 0 for op in operators]
     ends = _kernel_ends(operators)
     last = _last_uses(operators, takes, ends)
     reduced = _reduced(operators, takes)

@@ -266,7 +266,7 @@ class Step:
         training: whether a backward follows.
         outputs: values that the forward returns to the user.
         lookups: tables that the model reads by position. Tracing asks nobody whether a row is there.
-        whole_logits: why logits exist for all tokens at once, whatever is planned; empty where nobody needs them.
+        untiled_logits: why logits exist for all tokens at once, whatever is planned; empty where nobody needs them.
         tilable: names of the parameters that can be used in tiles of their rows; None where no graph tells.
         loss_gradients: operations of the backward that a loss in tiles runs in the forward, by name.
         ends_at_break: whether the user's code goes on uncompiled, behind a graph break, with what the forward returns.
@@ -281,7 +281,7 @@ class Step:
     training: bool
     outputs: tuple[str, ...] = ()
     lookups: tuple[Lookup, ...] = ()
-    whole_logits: str = ""
+    untiled_logits: str = ""
     tilable: tuple[str, ...] | None = None
     loss_gradients: tuple[str, ...] = ()
     ends_at_break: bool = False

@@ -126,7 +126,7 @@ def moved_bytes(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
     segment and what a product inside of it reads. Memory that it reads counts once, however many of its operators read
     it.
     """
-    fused = {n for n in nodes if not _is_written_whole(n) and not is_view(n)}
+    fused = {n for n in nodes if not _is_materialized(n) and not is_view(n)}
     read = {memory_owner(source) for n in fused for source in n.all_input_nodes}
     given = {memory_owner(source) for n in nodes if flops_of(n) for source in n.all_input_nodes}
     written = (set(map(memory_owner, outs)) | given) & fused
@@ -196,7 +196,7 @@ def _operator(node: fx.Node) -> Operator:
     val = node.meta.get("val")
     size = bytes_of(val) if isinstance(val, torch.Tensor) else 0  # parts of a tuple are nodes of their own
     return Operator(
-        node, list(map(memory_owner, node.all_input_nodes)), size, _is_written_whole(node), flops_of(node) > 0
+        node, list(map(memory_owner, node.all_input_nodes)), size, _is_materialized(node), flops_of(node) > 0
     )
 
 
@@ -223,7 +223,7 @@ _SCATTERS = (
 """They write into a copy of their first argument, which is there whole for them: gradients of embeddings."""
 
 
-def _is_written_whole(node: fx.Node) -> bool:
+def _is_materialized(node: fx.Node) -> bool:
     """Whether a kernel of its own writes ``node``, alone or as one of several results."""
     source = node.args[0] if node.target is operator.getitem else node
     return isinstance(source, fx.Node) and _materializes(source)

@@ -139,7 +139,7 @@ def _rate(transfer: BlockTransfer, size: int, limit: float, finish: Callable[[],
     def work(block: memoryview) -> int:
         moved = 0
         for offset in offsets:  # all threads take from one iterator
-            moved += _whole(transfer, block, offset)
+            moved += _move_all(transfer, block, offset)
             if time.perf_counter() - begin > limit:
                 break
         return moved
@@ -154,11 +154,11 @@ def _rate(transfer: BlockTransfer, size: int, limit: float, finish: Callable[[],
 @contextmanager
 def _blocks(count: int, size: int) -> Iterator[list[memoryview]]:
     """Buffers of random bytes (disks may compress), aligned to pages, on huge pages where there are any."""
-    with mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area, memoryview(area) as whole:
+    with mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area, memoryview(area) as buffer:
         with suppress(OSError):
             area.madvise(mmap.MADV_HUGEPAGE)
-        whole[:] = os.urandom(count * size)
-        blocks = [whole[i * size : (i + 1) * size] for i in range(count)]
+        buffer[:] = os.urandom(count * size)
+        blocks = [buffer[i * size : (i + 1) * size] for i in range(count)]
         try:
             yield blocks
         finally:
@@ -166,7 +166,7 @@ def _blocks(count: int, size: int) -> Iterator[list[memoryview]]:
                 block.release()
 
 
-def _whole(transfer: BlockTransfer, block: memoryview, offset: int) -> int:
+def _move_all(transfer: BlockTransfer, block: memoryview, offset: int) -> int:
     moved = transfer(block, offset)
     if moved != len(block):
         raise OSError(errno.EIO, f"moved {moved} of {len(block)} bytes at {offset}")
@@ -179,6 +179,6 @@ def _latency(transfer: BlockTransfer, size: int) -> float:
     with _blocks(1, _PAGE) as [block]:
         for offset in range(0, size, size // _PROBES // _PAGE * _PAGE):
             begin = time.perf_counter()
-            _whole(transfer, block, offset)
+            _move_all(transfer, block, offset)
             seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)

@@ -126,11 +126,11 @@ class OptimizerCheck:
                     "let go of it (del optimizer; gc.collect()) before the backward, and load a checkpoint",
                 )
 
-    def overlapping(self, why_whole: str = "") -> list[EarlySteps]:
+    def overlapping(self, why_unsharded: str = "") -> list[EarlySteps]:
         """The optimizers that update parameters of the backend inside of backwards, looked at as before a step.
 
         Raises:
-            ConfigError: there are some, and ``why_whole`` says where parameters are read until a backward ends.
+            ConfigError: there are some, and ``why_unsharded`` says where parameters are read until a backward ends.
         """
         found = []
         for early in overlapping():
@@ -139,9 +139,9 @@ class OptimizerCheck:
                 self._look_at(optimizer)
                 self._bring_states_back(optimizer)
                 found.append(early)
-        if found and why_whole:
+        if found and why_unsharded:
             raise ConfigError(
-                f"{found[0]}(overlap=True) {why_whole}, where parameters are read until a backward ends",
+                f"{found[0]}(overlap=True) {why_unsharded}, where parameters are read until a backward ends",
                 "leave overlap out there; it needs stage 1, 2 or 3 on several processes, or offload=",
             )
         return found

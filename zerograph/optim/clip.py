@@ -54,17 +54,17 @@ def clip_grad_norm_(
     late_gradients.complete(params)
     grads = [p.grad for p in params if p.grad is not None]
     split = [g for g in grads if is_split(g)]
-    whole = [local_tensor(g) for g in grads if not is_split(g)]
+    replicated = [local_tensor(g) for g in grads if not is_split(g)]
     mine = [local_tensor(g) for g in split]
     group = group_of_ranks(split[0]) if split else None
-    norm = _norm_over_ranks(mine, whole, order, group).to(_precision(mine + whole))
+    norm = _norm_over_ranks(mine, replicated, order, group).to(_precision(mine + replicated))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
         )
     # 1e-6, as in torch's: factors are the same to the bit.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    local = mine + whole
+    local = mine + replicated
     for places in _by_kind(local):
         alike = [local[i] for i in places]
         torch._foreach_mul_(alike, scale.to(alike[0].device))
@@ -106,12 +106,14 @@ def is_split(grad: Tensor) -> bool:
     return is_sharded(grad)
 
 
-def _norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: dist.ProcessGroup | None) -> Tensor:
+def _norm_over_ranks(
+    split: list[Tensor], replicated: list[Tensor], p: float, group: dist.ProcessGroup | None
+) -> Tensor:
     """Norm of the gradients that are split over ``group`` and the whole ones, the same on every rank, together.
 
     Args:
         split: this rank's parts.
-        whole: gradients of which every rank has all.
+        replicated: gradients of which every rank has all.
         p: of the norm.
         group: whose ranks sum up; None if nothing is split.
 
@@ -124,8 +126,8 @@ def _norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: 
         powers.append(power_sum(split, p))
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
         dist.all_reduce(powers[0], op=op, group=group)
-    if whole:
-        powers.append(power_sum(whole, p))
+    if replicated:
+        powers.append(power_sum(replicated, p))
     if not powers:
         return torch.zeros(())
     precision = functools.reduce(torch.promote_types, {power.dtype for power in powers})

@@ -238,8 +238,8 @@ class HostOptimizer(Optimizer):
         scale = float(asked.scale())
         if not asked.takes_norm:
             return Factor(1.0 / scale)
-        split, whole = self._sums_of_squares(rows)
-        self._grad_norm = norm = math.sqrt(float(split) + float(whole)) / scale
+        split, replicated = self._sums_of_squares(rows)
+        self._grad_norm = norm = math.sqrt(float(split) + float(replicated)) / scale
         return asked.decided(norm, scale)
 
     def _decides_there(self, rows: Sequence[UpdateRow], asked: Asked) -> bool:
@@ -258,8 +258,8 @@ class HostOptimizer(Optimizer):
     def _factor_there(self, rows: Sequence[UpdateRow], asked: Asked) -> Factor:
         scale, norm = asked.scale(there=True), None
         if asked.takes_norm:
-            split, whole = self._sums_of_squares(rows)
-            self._grad_norm = norm = (split + whole).sqrt() / scale
+            split, replicated = self._sums_of_squares(rows)
+            self._grad_norm = norm = (split + replicated).sqrt() / scale
         factor = asked.decided_there(norm, scale)
         if factor.nonfinite is not None:
             before = self._skipped_there
@@ -276,7 +276,7 @@ class HostOptimizer(Optimizer):
                 f"parameters are split over {len(groups)} process groups, and their norm is one reduction over one",
                 "make an optimizer for each, or one with skip_nonfinite=False",
             )
-        split, whole = (self._squares(rows, split) for split in (True, False))
+        split, replicated = (self._squares(rows, split) for split in (True, False))
         for group in groups:
             where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
             # To the device over which its group communicates; a number of the host's is none to wait for.
@@ -286,7 +286,7 @@ class HostOptimizer(Optimizer):
                 split = sum_over_ranks(ranks, split, f"update by {type(self).__name__}")
             else:
                 dist.all_reduce(split, group=group)
-        return split, whole
+        return split, replicated
 
     def _squares(self, rows: Sequence[UpdateRow], split: bool) -> Tensor:
         """Sum of squares of this rank's gradients, those that are split or those that are whole."""

@@ -68,10 +68,10 @@ def norms(model: nn.Module, norm_type: float = 2.0) -> Norms:
     late_gradients.complete(params.values())
     # Split parameters first, each with a place for its gradient: ranks add up vectors of one length.
     split = [p for p in params.values() if is_split(p)]
-    whole = [p for p in params.values() if not is_split(p)]
-    powers = torch.cat([_over_ranks(split, order), _powers(whole, order)], dim=1).cpu()
+    replicated = [p for p in params.values() if not is_split(p)]
+    powers = torch.cat([_over_ranks(split, order), _powers(replicated, order)], dim=1).cpu()
     found = (powers if math.isinf(order) else powers ** (1.0 / order)).tolist()
-    places = {id(p): i for i, p in enumerate(split + whole)}
+    places = {id(p): i for i, p in enumerate(split + replicated)}
     weights, gradients = ({n: row[places[id(p)]] for n, p in params.items()} for row in found)
     return Norms(order, weights, {n: gradients[n] for n, p in params.items() if p.grad is not None})
 

@@ -72,7 +72,7 @@ class Adoption:
         return self.ranks.communicator if self.ranks is not None else None
 
     @property
-    def why_whole(self) -> str:
+    def why_unsharded(self) -> str:
         """Where parameters are read until a backward ends, for people; empty where they are not."""
         if self.ranks is not None and self.ranks.mesh is None and not self._config.offloads:
             return "on one process that offloads nothing"

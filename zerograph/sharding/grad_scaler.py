@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import DTensor
 
-from zerograph.runtime.dtensors import is_whole
+from zerograph.runtime.dtensors import is_replicated
 from zerograph.sharding.torch_private import unscale_in_order
 
 
@@ -24,4 +24,4 @@ def find_inf_on_all_ranks() -> None:
 
 
 def _split_first(grads: Sequence[DTensor]) -> list[DTensor]:
-    return sorted(grads, key=is_whole)
+    return sorted(grads, key=is_replicated)

@@ -96,11 +96,11 @@ def _warn_of_few_rows(
     """Parameters are split by rows: say what that leaves whole, where it is more than scalars and small vectors."""
     if mesh is None or not any(spec.sharded for spec in specs.values()):
         return
-    whole = {n: p.nbytes for n, p in named.items() if p.ndim > 1 and not specs[n].sharded}
-    if sum(whole.values()) > sum(p.nbytes for p in named.values()) / 100:
+    unsharded = {n: p.nbytes for n, p in named.items() if p.ndim > 1 and not specs[n].sharded}
+    if sum(unsharded.values()) > sum(p.nbytes for p in named.values()) / 100:
         log.warning(
             "%d parameters with fewer rows than the %d ranks stay whole on each, %s: %s",
-            len(whole), mesh.size(), format_bytes(sum(whole.values())), ", ".join(list(whole)[:3]),
+            len(unsharded), mesh.size(), format_bytes(sum(unsharded.values())), ", ".join(list(unsharded)[:3]),
         )  # fmt: skip
 
 

@@ -98,11 +98,11 @@ def send_from_first(
             if _given(full).data_ptr() != local.data_ptr():  # else it was filled in its place
                 local.copy_(_given(full))
         elif not split:
-            whole = local.contiguous()
+            sent = local.contiguous()
             if is_first(group):
-                whole.copy_(_given(full))
-            dist.broadcast(whole, src=first_rank(group), group=group)
-            local.copy_(whole)
+                sent.copy_(_given(full))
+            dist.broadcast(sent, src=first_rank(group), group=group)
+            local.copy_(sent)
         else:
             local.copy_(_scatter(full, local, rows, group)[: local.shape[0]])
 

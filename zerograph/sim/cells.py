@@ -51,7 +51,7 @@ class Cells:
         self._at: dict[int, Cell] = {}  # storage -> its memory
         self._saved: dict[str, Cell] = {}  # by name: what a forward returned
         self._returned: set[str] = set()  # names of all that a forward returned, the user's own tensors too
-        self._whole: dict[tuple[int, int], Cell] = {}  # buckets and tiles
+        self._unsharded: dict[tuple[int, int], Cell] = {}  # buckets and tiles
         self._computed = -1  # the last task that computed
         self._replaced = (0, -1)  # bytes of what dies in a task that are free from its start, as this task ends
         self._program: Program | None = None
@@ -102,7 +102,7 @@ class Cells:
             cell = self._at.get(self._storage(instruction.out))
             if cell is not None:
                 cell.gathered, cell.name = True, program.label(instruction)
-                self._whole[instruction.bucket, instruction.tile] = cell
+                self._unsharded[instruction.bucket, instruction.tile] = cell
                 if buffered:
                     cell.bytes = 0  # the buffer is listed by itself
         if not isinstance(instruction, Collective):
@@ -126,10 +126,12 @@ class Cells:
         """``task`` was waited for, and has filled what ``instruction`` writes."""
         starter, of = self._run.instructions[task]
         module = of.module(starter)
-        whole = self._whole.get((instruction.bucket, instruction.tile)) if instruction.operation == "gather" else None
+        known = (
+            self._unsharded.get((instruction.bucket, instruction.tile)) if instruction.operation == "gather" else None
+        )
         for register in instruction.writes:
-            if whole is not None:
-                self._at[self._storage(register)] = whole
+            if known is not None:
+                self._at[self._storage(register)] = known
             self._write(register, task, module, "")
         for register in (*(begun.instruction.dead if begun is not None else ()), *instruction.dead):
             self._die(register, read)
@@ -143,7 +145,7 @@ class Cells:
 
     def freed(self, part: tuple[int, int], task: int) -> None:
         """A bucket or tile is let go of at the end of ``task``."""
-        cell = self._whole.pop(part, None)
+        cell = self._unsharded.pop(part, None)
         if cell is not None:
             self._give(cell, task)
 
@@ -159,7 +161,7 @@ class Cells:
     def finish(self) -> None:
         """Let memory that nothing gave back live to the end."""
         self._leave()
-        for cell in dict.fromkeys((*self._saved.values(), *self._whole.values(), *self._at.values())):
+        for cell in dict.fromkeys((*self._saved.values(), *self._unsharded.values(), *self._at.values())):
             if not cell.gone:
                 self._hold(cell, -1)
 

@@ -73,8 +73,8 @@ class _Check:
     def __init__(self) -> None:
         self.alive: set[int] = set()  # registers that are written and not dead
         self.dead: set[int] = set()
-        self.whole: set[tuple[int, int]] = set()
-        self.kept: set[tuple[int, int]] = set()  # those that stay whole for a later program
+        self.unsharded: set[tuple[int, int]] = set()
+        self.kept: set[tuple[int, int]] = set()  # those that stay resident for a later program
         self.keeps: dict[tuple[int, int], bool] = {}  # whether the last wait for it said so
 
     def program(self, program: Program) -> Iterator[Wrong]:
@@ -129,17 +129,17 @@ class _Check:
             case Gather():
                 part = instruction.bucket, instruction.tile
                 # The executor skips the gather of a bucket that stays whole; its graph has it all the same.
-                if part in self.whole and part not in self.kept:
+                if part in self.unsharded and part not in self.kept:
                     yield "begins while it is whole"
-                self.whole.add(part)
+                self.unsharded.add(part)
             case WaitGather():
                 part = instruction.bucket, instruction.tile
-                if part not in self.whole:
+                if part not in self.unsharded:
                     yield "is waited for, and has not begun"
                 self.keeps[part] = instruction.kept
             case Free():
                 part = instruction.bucket, instruction.tile
-                if part not in self.whole:
+                if part not in self.unsharded:
                     yield "is let go of, and is not whole"
                 kept, ends = instruction.kept, instruction.ends
                 if kept != self.keeps.pop(part, kept) or (kept and ends):
@@ -148,7 +148,7 @@ class _Check:
                     self.kept.add(part)
                 else:
                     self.kept.discard(part)
-                    self.whole.discard(part)
+                    self.unsharded.discard(part)
             case _:
                 pass
 

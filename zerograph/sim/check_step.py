@@ -113,8 +113,8 @@ def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
                 yield Wrong.at(
                     "updates", program, place, f"writes {program.contents[left[0]].name}, which goes nowhere"
                 )
-            whole = each.tiles == 1 and 0 <= each.bucket < len(plan.buckets)
-            done.update(_parts(plan.buckets[each.bucket]) if whole else [(each.bucket, each.tile)])
+            untiled = each.tiles == 1 and 0 <= each.bucket < len(plan.buckets)
+            done.update(_parts(plan.buckets[each.bucket]) if untiled else [(each.bucket, each.tile)])
         elif isinstance(each, Update):
             here.update(each.buckets)
     for bucket in plan.buckets:
@@ -122,7 +122,7 @@ def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
         # A parameter that every rank holds whole stays on the device, also in a bucket whose shards live elsewhere.
         if offloaded and any(p.sharded for p in trained):
             wanted.update(_parts(bucket))
-        # The backward updates shards only: what every rank holds whole is left to the step.
+        # The backward updates shards only: unsharded parameters are left to the step.
         kinds = {plan.updated_inside(bucket) and p.sharded for p in trained if not offloaded or not p.sharded}
         times = here[bucket.index]
         if times != len(kinds):
@@ -312,16 +312,16 @@ def _use(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 
 
 def _tiles(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
-    whole, ahead = set[TileKey](), plan.ahead()
+    unsharded, ahead = set[TileKey](), plan.ahead()
     for program, place, each in _each(programs):
         if isinstance(each, Gather) and each.tiles > 1 and 0 <= each.bucket < len(ahead):
-            whole.add((each.bucket, each.tile))
-            now = sum(bucket == each.bucket for bucket, _ in whole)
+            unsharded.add((each.bucket, each.tile))
+            now = sum(bucket == each.bucket for bucket, _ in unsharded)
             if now > ahead[each.bucket] + 1:
                 text = f"makes {now} tiles whole at a time, {ahead[each.bucket] + 1} may be"
                 yield Wrong.at("tiles ahead", program, place, text)
         elif isinstance(each, Free) and not each.kept:
-            whole.discard((each.bucket, each.tile))
+            unsharded.discard((each.bucket, each.tile))
 
 
 def _layers(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:

@@ -109,7 +109,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
     if costs.uses_buffers_again:
         buffers = GatherBuffers(run.streams, run.hold if cells is None else cells.hold_buffer)
     coming = buffers.coming if buffers is not None else {}
-    whole: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
+    unsharded: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
     slots: dict[int, tuple[int, list[int], list[int]]] = {}  # place -> register, who worked there before, and who does
     ready: dict[int, int] = {}  # register -> the task that writes it
     collectives: dict[int, Fact] = {}  # task -> what is given back when it is waited for
@@ -151,7 +151,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                         events[tier].append((ends[read], 2 * read + 1, read, -size))
                 continue
             if role == FREE:
-                gathered = None if kept else whole.pop(part, None)
+                gathered = None if kept else unsharded.pop(part, None)
                 if gathered is not None:
                     if cells is not None:
                         # Where nothing has computed yet, the first task stands in.
@@ -181,11 +181,11 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 computed, last = last, task
             else:
                 if role == GATHER:
-                    if part in whole:
+                    if part in unsharded:
                         # It stayed whole: whoever waits for it waits for the gather of before, and nothing is taken.
-                        ready[writes[0]] = whole[part]
+                        ready[writes[0]] = unsharded[part]
                         continue
-                    whole[part] = task
+                    unsharded[part] = task
                     if buffers is not None and takes:
                         coming[task], takes = takes[0][1], ()
                 after = [last] if last >= 0 else []

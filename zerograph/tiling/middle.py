@@ -263,8 +263,8 @@ def _mlp(read: Gathered, backward: set[fx.Node], weights: dict[str, int], can: s
     """The MLP that ``weights`` are some of."""
     try:
         while True:
-            whole = middle_of(read, weights)
-            more = {name: dim for name, dim in _others(whole) if name in can and name not in weights}
+            full = middle_of(read, weights)
+            more = {name: dim for name, dim in _others(full) if name in can and name not in weights}
             if not more:
                 break
             weights = weights | more
@@ -273,19 +273,19 @@ def _mlp(read: Gathered, backward: set[fx.Node], weights: dict[str, int], can: s
         return None
     exits = forward.exits(lambda node: node not in backward)
     sums = [node for node in exits if node.target in PRODUCTS and forward.cuts[node] is None]
-    if len(sums) < len(exits) or not sums or not _is_closed(whole, backward):
+    if len(sums) < len(exits) or not sums or not _is_closed(full, backward):
         return None
-    if any(_is_computed(source, read) for _, source in whole.given):
+    if any(_is_computed(source, read) for _, source in full.given):
         return None
     last = {m for node in sums for m in _sources(node.args[-1])}
-    if not last or not last <= whole.weights.keys():
+    if not last or not last <= full.weights.keys():
         return None
-    if not all(_is_wide(node, cut.dim) for node, cut in whole.weights.items()):
+    if not all(_is_wide(node, cut.dim) for node, cut in full.weights.items()):
         return None
     middle = tuple(
-        node.name for node in sorted(whole.cuts) if whole.cuts[node] is not None and not _is_weight(node, whole)
+        node.name for node in sorted(full.cuts) if full.cuts[node] is not None and not _is_weight(node, full)
     )
-    return Mlp(_name(weights), _hidden(whole), tuple(sorted(weights.items())), middle)
+    return Mlp(_name(weights), _hidden(full), tuple(sorted(weights.items())), middle)
 
 
 def _is_computed(source: fx.Node, read: Gathered) -> bool:
@@ -294,11 +294,11 @@ def _is_computed(source: fx.Node, read: Gathered) -> bool:
     return source.op == "call_function" and len(sizes) > 1 and source not in read.alone
 
 
-def _is_closed(whole: Middle, backward: set[fx.Node]) -> bool:
+def _is_closed(full: Middle, backward: set[fx.Node]) -> bool:
     """Whether nothing but sums, and gradients of weights and biases, leaves the backward's middle."""
     return all(
-        whole.cuts[node] is None or node in whole.gradients or all(u.target is REDUCE_GRAD for u in node.users)
-        for node in whole.exits()
+        full.cuts[node] is None or node in full.gradients or all(u.target is REDUCE_GRAD for u in node.users)
+        for node in full.exits()
         if node in backward
     )
 
@@ -336,21 +336,21 @@ def _hidden(middle: Middle) -> int:
     return next((int(node.meta["val"].shape[cut.dim]) for node, cut in middle.weights.items()), 0)
 
 
-def _is_weight(node: fx.Node, whole: Middle) -> bool:
+def _is_weight(node: fx.Node, full: Middle) -> bool:
     """Whether it is a weight, or the gradient of one: views and casts of it too."""
-    if node in whole.gradients or (whole.cuts[node] is not None and _leads_to_gradient(node, whole)):
+    if node in full.gradients or (full.cuts[node] is not None and _leads_to_gradient(node, full)):
         return True
-    while node not in whole.weights:
+    while node not in full.weights:
         if not (is_transpose(node) or is_identity_view(node) or is_cast(node)):
             return False
         node = node.args[0]  # type: ignore[assignment]
     return True
 
 
-def _leads_to_gradient(node: fx.Node, whole: Middle) -> bool:
+def _leads_to_gradient(node: fx.Node, full: Middle) -> bool:
     """Whether nothing but the reduction reads it, through views and casts."""
     readers = {user for user, *_ in readers_of(node)}
-    return bool(readers) and readers <= whole.gradients
+    return bool(readers) and readers <= full.gradients
 
 
 def _name(names: Mapping[str, int]) -> str:

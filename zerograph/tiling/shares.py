@@ -77,7 +77,7 @@ class Shares:
         sizes = [own if size < 0 else size for size, own in zip(shape, val.shape, strict=True)]
         return call(self.graph, PLACE, ([parts], into, shape, at, begin), val.new_empty(sizes), node)
 
-    def whole(self, placed: fx.Node, dim: int) -> fx.Node:
+    def full(self, placed: fx.Node, dim: int) -> fx.Node:
         """All tiles, as one dimension again."""
         joined = self._joined(placed, dim)
         if self.size == self.ranks * self.share:

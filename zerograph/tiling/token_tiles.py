@@ -40,13 +40,13 @@ class _TokenLoop:
     def write(self) -> None:
         """Replace the region by its tiles."""
         exits = self.region.exits()
-        whole: dict[fx.Node, fx.Node | None] = dict.fromkeys(exits)
+        full: dict[fx.Node, fx.Node | None] = dict.fromkeys(exits)
         with self.graph.inserting_before(self._place()):
             for begin, end in self.tiles:
                 copies = copy_of_tile(self.region, end - begin, self._views(begin, end), self._insert(end - begin))
                 for node in exits:
-                    whole[node] = self._end(node, copies[node], whole[node], (begin, end))
-            for node, made in whole.items():
+                    full[node] = self._end(node, copies[node], full[node], (begin, end))
+            for node, made in full.items():
                 assert made is not None  # there is a tile
                 outside = self._as_before(node, made)
                 node.replace_all_uses_with(outside, delete_user_cb=lambda user: user not in self.region.cuts)
@@ -113,9 +113,9 @@ class _TokenLoop:
         """``made``, the values of the tokens that the loss looks at, among zeros for all others."""
         window, val = self.region.window, made.meta["val"]
         assert window is not None
-        kept, whole = ([*val.shape[:dim], *sizes, *val.shape[dim + 1 :]] for sizes in (window.kept, window.sizes))
+        kept, full = ([*val.shape[:dim], *sizes, *val.shape[dim + 1 :]] for sizes in (window.kept, window.sizes))
         viewed = computed(self.graph, aten.view.default, (made, kept), made)
-        zeros = call(self.graph, aten.full.default, (whole, 0), val.new_zeros(whole), made)
+        zeros = call(self.graph, aten.full.default, (full, 0), val.new_zeros(full), made)
         zeros.kwargs = {"dtype": val.dtype, "device": val.device}
         args = (zeros, viewed, dim + window.dim, window.begin, window.end, window.step)
         return computed(self.graph, aten.slice_scatter.default, args, made)

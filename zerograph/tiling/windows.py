@@ -59,14 +59,14 @@ def window_of(node: fx.Node, tokens: Cut) -> Window | None:
     all."""
     if not is_slice_of(node, tokens):
         return None
-    dim, shape = sliced_dim(node), _whole(node)
+    dim, shape = sliced_dim(node), _full_shape(node)
     at = SLICES[node.target] + 1
     named: Any = (*node.args[at:], *(None, None, 1)[len(node.args[at:]) :])
     found = Window(tokens.sizes(shape), tokens.dims.index(dim), *slice(*named).indices(shape[dim]))
     return found if found.count < found.all else None
 
 
-def _whole(node: fx.Node) -> Sequence[int]:
+def _full_shape(node: fx.Node) -> Sequence[int]:
     """The shape in front of a slice, or of what it is written into."""
     return node.args[0].meta["val"].shape  # type: ignore[union-attr, no-any-return]
 

@@ -18,7 +18,7 @@ from zerograph.core.step import Op, Param, Step, Value
 from zerograph.planner import replay
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.profile.liveness import Graph
-from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_whole, with_loss_tiles
+from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_untiled, with_loss_tiles
 from zerograph.planner.profile.optimizer import with_updates
 from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
@@ -44,8 +44,8 @@ def with_head(layers: int = 3, logits: int = LOGITS, returned: bool = False) -> 
 
     last, own = f"out{layers - 1}", ("head.weight",)
     forward = [
-        replace(op("whole", "forward", ("shard",), own), cheap=False),
-        op("logits", "forward", (last, "whole"), own, WORK),
+        replace(op("unsharded", "forward", ("shard",), own), cheap=False),
+        op("logits", "forward", (last, "unsharded"), own, WORK),
         op("logs", "forward", ("logits",)),
         op("nll", "forward", ("logs",)),
     ]
@@ -53,11 +53,11 @@ def with_head(layers: int = 3, logits: int = LOGITS, returned: bool = False) -> 
         op("d_logits", "backward", ("nll", "logs")),
         op("d_weight", "backward", ("d_logits", last), (), WORK),
         replace(op("grad", "backward", ("d_weight",), own), cheap=False),
-        op("d_loss", "backward", ("d_logits", "whole"), own, WORK),
+        op("d_loss", "backward", ("d_logits", "unsharded"), own, WORK),
     ]
-    sizes = {"whole": WEIGHT, "logits": logits, "logs": logits, "nll": 4, "d_logits": logits, "d_weight": WEIGHT}
+    sizes = {"unsharded": WEIGHT, "logits": logits, "logs": logits, "nll": 4, "d_logits": logits, "d_weight": WEIGHT}
     sizes |= {"grad": WEIGHT // WORLD, "d_loss": 10**7, "shard": WEIGHT // WORLD}
-    kinds = {"whole": "gathered", "grad": "gradient", "shard": "input"}
+    kinds = {"unsharded": "gathered", "grad": "gradient", "shard": "input"}
     values = [Value(name, size, kinds.get(name, "temporary")) for name, size in sizes.items()]  # type: ignore[arg-type]
     there = {"loss", "d_loss"}
     middle = [o for o in step.ops if o.name not in there]
@@ -79,11 +79,11 @@ def test_the_head_is_found_with_all_that_is_as_large() -> None:
     assert head.sums == {"d_weight"}
 
 
-def test_logits_that_are_returned_are_whole() -> None:
+def test_logits_that_are_returned_are_untiled() -> None:
     assert head_of(Graph(with_head(returned=True))) is None
-    said = why_whole(with_head(returned=True))
+    said = why_untiled(with_head(returned=True))
     assert "the forward returns them" in said
-    assert "a graph break" in why_whole(replace(with_head(returned=True), ends_at_break=True))
+    assert "a graph break" in why_untiled(replace(with_head(returned=True), ends_at_break=True))
     assert head_of(Graph(step_of([Layer()] * 2))) is None  # no product behind the layers
     assert head_of(Graph(replace(with_head(), training=False))) is None
 
@@ -115,13 +115,13 @@ def test_of_two_heads_the_other_one_is_named() -> None:
     def with_product(name: str, reads: tuple[str, ...], then: str = "") -> Step:
         op = Op(name, name, "forward", reads, (name,), ("head.weight",), "model.py:7", "", WORK, 0, False)
         at = next(i for i, op in enumerate(step.ops) if op.name == "logits")
-        ops = [replace(o, reads=(then, "whole")) if then and o.name == "logits" else o for o in step.ops]
+        ops = [replace(o, reads=(then, "unsharded")) if then and o.name == "logits" else o for o in step.ops]
         return replace(step, ops=(*ops[:at], op, *ops[at:]), values=(*step.values, Value(name, LOGITS, "temporary")))
 
     # Of equal ones the first is in tiles.
-    two, wide = with_product("second", ("out2", "whole")), with_product("wide", ("out2", "whole"), then="wide")
-    assert why_whole(two, tiles=4) == "one head is in tiles, and the products of others are not (model.py:9)"
-    assert why_whole(two) == why_whole(wide, tiles=4) == why_whole(step, tiles=4) == ""
+    two, wide = with_product("second", ("out2", "unsharded")), with_product("wide", ("out2", "unsharded"), then="wide")
+    assert why_untiled(two, tiles=4) == "one head is in tiles, and the products of others are not (model.py:9)"
+    assert why_untiled(two) == why_untiled(wide, tiles=4) == why_untiled(step, tiles=4) == ""
 
 
 def test_gradients_that_the_forward_makes_need_no_logits_again() -> None:
@@ -136,7 +136,7 @@ def test_gradients_that_the_forward_makes_need_no_logits_again() -> None:
     assert not any(graph.values[value].name in head.large for reads in graph.reads[graph.backward :] for value in reads)
 
 
-def test_what_only_looks_like_logits_is_left_whole() -> None:
+def test_what_only_looks_like_logits_is_left_untiled() -> None:
     step = with_head()
     flat = replace(step, ops=tuple(replace(op, module=op.module.replace(".", "_")) for op in step.ops))
     assert head_of(Graph(flat)) is None  # no repeated layers: the whole network would be a head
@@ -160,12 +160,12 @@ def test_numbers_of_tiles_are_few_and_enough() -> None:
 def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
     step = with_head()
     search = Search(step, Constraints("auto", WORLD, tile=True), GPU)
-    whole, parts = search.best[-1], search.best[0]
-    assert whole.plan.loss_tiles == 1
+    uncut, parts = search.best[-1], search.best[0]
+    assert uncut.plan.loss_tiles == 1
     assert parts.plan.loss_tiles == MOST_LOSS_TILES
-    assert whole.peak - parts.peak > 1.9 * LOGITS
+    assert uncut.peak - parts.peak > 1.9 * LOGITS
     assert parts.plan.buckets[-1].tiles == 1  # each tile of tokens reads all of the head's weight
-    assert parts.seconds - whole.seconds > WORK / GPU.matmul["float32"]  # logits are computed twice
+    assert parts.seconds - uncut.seconds > WORK / GPU.matmul["float32"]  # logits are computed twice
     forecast, holdings = forecast_plan(parts.space.scheduler, parts.plan)
     assert "head and loss in 64 tiles" in PlanFile("any", parts.plan, GPU, {}, forecast, holdings).unexecuted
     assert check_plan(step, parts.plan) == []

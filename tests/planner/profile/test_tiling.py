@@ -137,7 +137,7 @@ def test_elsewhere_each_weight_has_tiles_of_its_rows(tiles: tuple[int, int], opt
     assert list(not_looped(plan, step)) == ["mlp"] and not_looped(plan, step)["mlp"].startswith(why)
 
 
-def test_nothing_is_said_of_an_mlp_that_is_whole() -> None:
+def test_nothing_is_said_of_an_mlp_that_is_untiled() -> None:
     step, plan = _mlp((1, 1))
     assert in_loops(plan, step) == plan
     assert not_looped(plan, step) == {}

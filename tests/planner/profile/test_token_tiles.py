@@ -41,7 +41,7 @@ def ruled(step: Step, recompute: str | float = "full", **options: object) -> Pla
     return plan_step(step, stage=3, world_size=WORLD, bucket_size=MIB, prefetch=1, recompute=recompute, **options)  # type: ignore[arg-type]
 
 
-def test_recomputed_layers_with_whole_weights_are_in_tiles() -> None:
+def test_recomputed_layers_with_untiled_weights_are_in_tiles() -> None:
     step = wide()
     every = with_token_tiles(ruled(step), step, 4)
     assert (every.token_tiles, every.token_regions) == (4, ("blocks.0:up", "blocks.1:up", "blocks.2:up"))
@@ -84,12 +84,12 @@ def test_a_tile_of_what_is_inside_is_held_and_weights_are_read_by_each() -> None
 
 def test_with_less_memory_than_one_layer_takes_tokens_are_in_tiles() -> None:
     step = wide()
-    whole = Search(step, Constraints(3, WORLD, recompute="full"), GPU)
-    assert {c.plan.token_tiles for c in whole.best} == {1}
+    untiled = Search(step, Constraints(3, WORLD, recompute="full"), GPU)
+    assert {c.plan.token_tiles for c in untiled.best} == {1}
     parts = Search(step, Constraints(3, WORLD, tokens="auto"), GPU)
     assert {c.plan.token_tiles for c in parts.best} == {1, *TOKEN_TILES}
-    budget = whole.smallest.peak - INSIDE
-    assert whole.within(budget) is None
+    budget = untiled.smallest.peak - INSIDE
+    assert untiled.within(budget) is None
     found = parts.within(budget)
     assert found is not None and found.plan.token_tiles == TOKEN_TILES[0]  # as few as fit
     assert found.plan.recompute == ("blocks.0", "blocks.1", "blocks.2") and check_plan(step, found.plan) == []

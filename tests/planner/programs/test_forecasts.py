@@ -110,16 +110,16 @@ def test_only_on_a_cpu_is_the_growth_of_the_process_reported() -> None:
 @pytest.mark.parametrize(("machine", "few"), [("h100-80gb", 2 * WEIGHT), ("cpu", WEIGHT + 4 * WIDTH * WIDTH)])
 def test_stage_3_holds_few_buckets_and_stage_1_all(machine: str, few: int) -> None:
     """Where nothing overlaps, the bucket that is gathered ahead takes the memory of the one before it."""
-    whole = {}
+    unsharded = {}
     for stage in (1, 3):
         found, _ = seen(stage, machine=machine)
         gathered = [h for h in found.holdings if h.kind == "gathered" or h.name.startswith("free buffer")]
-        whole[stage] = max(
+        unsharded[stage] = max(
             sum(h.bytes for h in gathered if h.held_at(span.start, found.forecast.spans))
             for span in found.forecast.spans
         )
-    assert whole[1] == LAYERS * WEIGHT
-    assert whole[3] == few
+    assert unsharded[1] == LAYERS * WEIGHT
+    assert unsharded[3] == few
 
 
 def bytes_moved(program: Program) -> dict[str, int]:

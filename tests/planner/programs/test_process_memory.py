@@ -19,7 +19,7 @@ from zerograph.runtime.comm.shared_memory import open_shared_memory
 
 WIDE = Param("wide", (1024, 1024), "float32", "float32", "float32", trainable=True, sharded=True)
 ODD = Param("odd", (4099, 3), "float32", "bfloat16", "float32", trainable=True, sharded=True)
-WHOLE = Param("whole", (100_001,), "float32", "bfloat16", "float32", trainable=True, sharded=False)
+UNSHARDED = Param("unsharded", (100_001,), "float32", "bfloat16", "float32", trainable=True, sharded=False)
 EXACT = replace(ODD, name="exact", reduce_dtype="float64")
 CONTROL = 266240
 COMPUTE = Compute(0, (), ())
@@ -56,7 +56,7 @@ def _block(params: tuple[Param, ...], reduces: bool) -> int:
 
 @pytest.mark.parametrize(
     ("params", "reduces"),
-    [((WIDE,), False), ((WIDE, ODD), False), ((ODD,), True), ((EXACT, WIDE), True), ((ODD, WHOLE), True)],
+    [((WIDE,), False), ((WIDE, ODD), False), ((ODD,), True), ((EXACT, WIDE), True), ((ODD, UNSHARDED), True)],
 )
 def test_a_message_takes_what_the_mailbox_takes(params: tuple[Param, ...], reduces: bool) -> None:
     """Twice: nothing says that peers have read the first step's message when the second one's is posted."""
@@ -79,7 +79,7 @@ def test_a_block_is_used_again_once_peers_have_gone_on() -> None:
     assert transport_bytes([program("forward", *ahead)], 1) == 0
 
 
-def test_what_is_whole_is_not_gathered_again() -> None:
+def test_what_is_resident_is_not_gathered_again() -> None:
     """Stage 1: the backward's gathers, two at a time here, find what the forward left."""
     for kept, blocks in ((True, 1), (False, 2)):
         forward = program(

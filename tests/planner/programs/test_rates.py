@@ -36,15 +36,15 @@ def test_a_gather_and_a_reduce_scatter_take_a_pass_each() -> None:
 
 
 def test_an_all_reduce_takes_as_long_as_both() -> None:
-    whole = replace(WEIGHT, sharded=False)
-    assert reduction(whole) == pytest.approx(2 * PASS)
-    assert reduction(WEIGHT, whole) == pytest.approx(3 * PASS)
+    unsharded = replace(WEIGHT, sharded=False)
+    assert reduction(unsharded) == pytest.approx(2 * PASS)
+    assert reduction(WEIGHT, unsharded) == pytest.approx(3 * PASS)
 
 
 def test_nothing_is_gathered_of_what_every_rank_holds_as_kernels_read_it() -> None:
-    whole = replace(WEIGHT, sharded=False)
-    assert gathered_bytes((whole,), WORLD) == 0
-    assert gathered_bytes((replace(whole, compute_dtype="bfloat16"), WEIGHT), WORLD) == (2 + 4) * WEIGHT.elements
+    unsharded = replace(WEIGHT, sharded=False)
+    assert gathered_bytes((unsharded,), WORLD) == 0
+    assert gathered_bytes((replace(unsharded, compute_dtype="bfloat16"), WEIGHT), WORLD) == (2 + 4) * WEIGHT.elements
 
 
 def test_states_are_kept_of_what_trains() -> None:

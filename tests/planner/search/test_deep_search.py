@@ -77,9 +77,9 @@ def test_few_layers_tell_what_all_of_them_do() -> None:
     # Two of the layers that are alike, and the first and the last, which are not.
     assert few is not None and len(few.plan.buckets) == 16
     rough = few.of(few.plan)
-    whole = few.whole_of(rough)
-    assert rough.seconds == pytest.approx(whole.seconds, rel=0.001)
-    assert rough.peaks == pytest.approx(whole.peaks, rel=0.001)
+    full = few.full_of(rough)
+    assert rough.seconds == pytest.approx(full.seconds, rel=0.001)
+    assert rough.peaks == pytest.approx(full.peaks, rel=0.001)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -99,10 +99,10 @@ def test_layers_that_share_buckets_with_their_neighbours_tell_it_too(
     assert few is not None and len(few.plan.buckets) < 40
     placement = Placement(tier, tier, tier) if offload == "parameters" else Placement()
     rough = few.of(replace(few.plan, buckets=tuple(replace(b, placement=placement) for b in few.plan.buckets)))
-    whole = few.whole_of(rough)
-    assert {b.placement for b in whole.plan.buckets} == {placement}
-    assert rough.seconds == pytest.approx(whole.seconds, rel=1e-6)
-    assert rough.peaks == pytest.approx(whole.peaks, rel=1e-9)
+    full = few.full_of(rough)
+    assert {b.placement for b in full.plan.buckets} == {placement}
+    assert rough.seconds == pytest.approx(full.seconds, rel=1e-6)
+    assert rough.peaks == pytest.approx(full.peaks, rel=1e-9)
 
 
 def test_few_layers_are_not_asked_where_all_are_cheap_to_simulate() -> None:

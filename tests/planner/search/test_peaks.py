@@ -53,9 +53,9 @@ def within(search: Search, budget: int) -> Candidate:
 def test_only_what_does_not_fit_is_tiled() -> None:
     """Three parameters are larger than a bucket; the budget is short of room for one of them."""
     search = Search(step_of([Layer(rows=r, stream=1024, inside=1024, flops=10**13) for r in ROWS]), TILED, GPU)
-    whole = plain(search).peak
-    assert tiles(within(search, whole)) == (1, 1, 1, 1)
-    less = tiles(within(search, whole - 128 * MIB))
+    untiled = plain(search).peak
+    assert tiles(within(search, untiled)) == (1, 1, 1, 1)
+    less = tiles(within(search, untiled - 128 * MIB))
     assert 1 < less[1] < MOST_TILES and (less[0], less[2], less[3]) == (1, 1, 1)
     least = tiles(search.smallest)
     assert least[1] == MOST_TILES and least[0] == 1

@@ -161,27 +161,27 @@ def reduced(inputs: list[np.ndarray], dtype: DType, scale: float, out: DType) ->
 
 
 def reduce_case(
-    box: Mailbox, rank: int, world: int, seed: int, pieces: list[tuple[Any, ...]], whole: bool = False
+    box: Mailbox, rank: int, world: int, seed: int, pieces: list[tuple[Any, ...]], all_reduce: bool = False
 ) -> Callable[[], None]:
     """pieces: (count, chunk, dtype, out dtype)."""
     scale = 1.0 / (seed % 3 + 1)
     inputs = [[sample([seed, i, r], p[0], p[2]) for r in range(world)] for i, p in enumerate(pieces)]
     own = [values[rank] for values in inputs]
-    launch = box.start_all_reduce if whole else box.start_reduce
+    launch = box.start_all_reduce if all_reduce else box.start_reduce
     ticket = launch(seed, [(address(a), p[0], p[1], p[2]) for a, p in zip(own, pieces, strict=True)])
 
     def finish() -> None:
         outs, expected = [], []
         for values, array, (count, chunk, dtype, out) in zip(inputs, own, pieces, strict=True):
             want = reduced(values, dtype, scale, out)
-            if whole:
+            if all_reduce:
                 outs.append(array if out == dtype else np.full(count, 7, dtype=NUMPY[out]))  # in place where it can
                 expected.append(want)
             else:
                 begin, end = min(count, rank * chunk), min(count, (rank + 1) * chunk)
                 outs.append(np.full(end - begin + 1, 7, dtype=NUMPY[out]))
                 expected.append(np.append(want[begin:end], NUMPY[out](7)))  # and not one element more
-        call = box.finish_all_reduce if whole else box.finish_reduce
+        call = box.finish_all_reduce if all_reduce else box.finish_reduce
         call(ticket, [(address(o), p[3]) for o, p in zip(outs, pieces, strict=True)], scale, TIMEOUT)
         for out, want in zip(outs, expected, strict=True):
             same_bits(out, want)
@@ -287,20 +287,20 @@ def test_gather_of_opaque_elements() -> None:
     run(2, raw_body)
 
 
-def reduce_body(box: Mailbox, rank: int, world: int, whole: bool) -> None:
+def reduce_body(box: Mailbox, rank: int, world: int, all_reduce: bool) -> None:
     def chunk(count: int) -> int:
         return -(-count // world)
 
     pieces = [(n, chunk(n), dtype, out) for n in (0, 1, 2, 5, 4099) for dtype in NUMPY for out in (F32, dtype)]
     pieces += [(10, 10, F32, F32), (3, 100, F32, BF16), (3000, chunk(3000), F64, F16)]
     for seed in range(3):
-        reduce_case(box, rank, world, seed, pieces, whole)()
+        reduce_case(box, rank, world, seed, pieces, all_reduce)()
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["reduce", "all_reduce"])
+@pytest.mark.parametrize("all_reduce", [False, True], ids=["reduce", "all_reduce"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_reductions_are_in_rank_order_to_the_bit(world: int, whole: bool) -> None:
-    run(world, reduce_body, whole)
+def test_reductions_are_in_rank_order_to_the_bit(world: int, all_reduce: bool) -> None:
+    run(world, reduce_body, all_reduce)
 
 
 def all_reduce_equals_body(box: Mailbox, rank: int, world: int) -> None:
@@ -309,12 +309,12 @@ def all_reduce_equals_body(box: Mailbox, rank: int, world: int) -> None:
     part = np.zeros(chunk, np.float32)
     ticket = box.start_reduce(1, [(address(own), count, chunk, F32)])
     box.finish_reduce(ticket, [(address(part), F32)], 1 / 3, TIMEOUT)
-    whole = np.zeros(chunk * world, np.float32)
+    full = np.zeros(chunk * world, np.float32)
     ticket = box.start_gather(2, [(address(part), chunk, F32, F32)])
-    box.finish_gather(ticket, [(address(whole), chunk)], TIMEOUT)
+    box.finish_gather(ticket, [(address(full), chunk)], TIMEOUT)
     ticket = box.start_all_reduce(3, [(address(own), count, chunk, F32)])
     box.finish_all_reduce(ticket, [(address(own), F32)], 1 / 3, TIMEOUT)
-    same_bits(own, whole[:count])
+    same_bits(own, full[:count])
 
 
 def test_all_reduce_is_reduce_then_gather() -> None:
@@ -338,7 +338,7 @@ def stress_body(box: Mailbox, rank: int, world: int, rounds: int) -> int:
         elif kind == 3:
             box.barrier(TIMEOUT)
         else:
-            flight.append(reduce_case(box, rank, world, seed, [(count, chunk, dtype, out)] * 2, whole=kind == 2))
+            flight.append(reduce_case(box, rank, world, seed, [(count, chunk, dtype, out)] * 2, all_reduce=kind == 2))
         while len(flight) > rng.integers(0, 12):
             flight.pop(int(rng.integers(0, len(flight))))()
     for finish in flight:

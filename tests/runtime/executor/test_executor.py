@@ -109,10 +109,10 @@ def test_a_forward_gathers_computes_and_frees() -> None:
     assert torch.equal(run(inputs)[0], torch.tensor([3.0, 6.0, 3.0, 6.0]))
     assert inputs == []
     assert comm.calls == ["start gather w", "finish gather"]
-    assert run.telemetry.whole == set() and run.telemetry.peak_whole == 1
+    assert run.telemetry.unsharded == set() and run.telemetry.peak_unsharded == 1
 
 
-def test_a_bucket_that_stays_whole_is_gathered_once_for_forward_and_backward() -> None:
+def test_a_bucket_that_stays_resident_is_gathered_once_for_forward_and_backward() -> None:
     """And again for the next forward: nothing tells whether the shards changed."""
     gather, wait, compute, free = FORWARD.instructions
     kept = [gather, dataclasses.replace(wait, kept=True), compute, dataclasses.replace(free, kept=True)]  # type: ignore[call-arg, type-var]

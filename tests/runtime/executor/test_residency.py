@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
 from zerograph.core.plan import Residency
-from zerograph.core.program import ends_whole, stays_whole
+from zerograph.core.program import ends_resident, stays_resident
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import GroupCommunicator
 from zerograph.runtime.executor.accumulation import GradientAccumulation
@@ -37,9 +37,9 @@ def gather(cache: GatheredCache, kind: str, residency: Residency = "step") -> bo
     """A program that reads the bucket, as the executor runs it: whether it had to be gathered."""
     cache.enter(kind)
     found = cache.lookup(0, (W, V))
-    if found is None and stays_whole(residency, kind):
+    if found is None and stays_resident(residency, kind):
         cache.store(0, (W, V), FULL)
-    if ends_whole(residency, kind):
+    if ends_resident(residency, kind):
         cache.drop(0)
     return found is None
 
@@ -63,7 +63,7 @@ KINDS = ["forward", "backward", "forward", "backward", "inference", "forward"]
         ("step", [True, False, True, False, True, True], [True, False, False, False, False, False]),
     ],
 )
-def test_how_long_a_bucket_stays_whole(
+def test_how_long_a_bucket_stays_resident(
     made: Made, residency: Residency, gathers: list[bool], under_no_sync: list[bool]
 ) -> None:
     cache, _, accumulation, comm = made
@@ -161,7 +161,9 @@ def test_a_count_that_is_gone_is_not_reported() -> None:
     optimizer.step()
 
 
-def test_gradients_are_looked_at_only_where_something_stays_whole(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_looked_at_only_where_something_stays_resident(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a device that waits for the last backward."""
     asked: list[str] = []
     monkeypatch.setattr(GradientAccumulation, "open", property(lambda _: bool(asked.append("open"))))

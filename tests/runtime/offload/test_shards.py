@@ -43,7 +43,7 @@ def owner() -> torch.optim.Optimizer:
 @pytest.fixture
 def params() -> dict[str, nn.Parameter]:
     torch.manual_seed(0)
-    sizes = {"a": (70, 3), "empty": (0, 3), "b": (5000,), "frozen": (9, 9), "whole": (1, 7)}
+    sizes = {"a": (70, 3), "empty": (0, 3), "b": (5000,), "frozen": (9, 9), "unsharded": (1, 7)}
     made = {name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()}
     made["frozen"].requires_grad_(False)
     return made
@@ -51,7 +51,7 @@ def params() -> dict[str, nn.Parameter]:
 
 def test_states_of_a_bucket_lie_one_behind_another(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, holder = store_of(tmp_path, params), owner()
-    specs = tuple(described(name, p, sharded=name != "whole") for name, p in params.items())
+    specs = tuple(described(name, p, sharded=name != "unsharded") for name, p in params.items())
     store.place(plan_of(specs), 2)
     assert store.copies.copy_of(params["a"]) is None  # what computes in its own dtype stays
     places = store.locations.places()

@@ -226,7 +226,7 @@ def _fill_order(module: nn.Module) -> None:
     module.counts = torch.ones(4, dtype=torch.bool)
 
 
-def _whole_numbers(path: str) -> None:
+def _integers(path: str) -> None:
     with pytest.raises(ShardingError, match=r"reset_parameters\(\) did not fill all of order in module at the root"):
         zerograph.materialize(_meta(Ordered))
     with pytest.raises(ShardingError, match="the given init function did not fill all of counts"):
@@ -238,7 +238,7 @@ def _whole_numbers(path: str) -> None:
 
 def test_buffers_that_nothing_fills_are_reported_also_of_whole_numbers(tmp_path: Path) -> None:
     save_file({"weight": torch.full((4,), 2.0)}, tmp_path / "weight.safetensors")
-    run(1, _whole_numbers, str(tmp_path / "weight.safetensors"))
+    run(1, _integers, str(tmp_path / "weight.safetensors"))
 
 
 def _llama_from_file(path: str) -> tuple[str, list[str]]:
@@ -340,7 +340,7 @@ def _measured(function: Callable[..., None], peak: PeakMemory) -> Callable[..., 
     return measured
 
 
-def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
+def test_no_rank_holds_the_unsharded_model(tmp_path: Path) -> None:
     path = tmp_path / "deep.safetensors"
     zerograph.export(Deep(), path)
     for rank, (initialized, loaded) in enumerate(run(2, _memory, str(path), fresh=True)):

@@ -198,8 +198,8 @@ def _ratio(forecast: float, measured: float) -> str:
     return f", x{measured / forecast:.2f}" if forecast else ""
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "-"
+def _percent(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f}%" if total else "-"
 
 
 def _count(number: int, what: str) -> str:

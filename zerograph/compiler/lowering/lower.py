@@ -35,9 +35,9 @@ from zerograph.core.instructions import (
     last_work,
 )
 from zerograph.core.machine import Tier, hops
-from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, sent_bytes, shard_bytes
+from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_full, reduced_bytes, sent_bytes, shard_bytes
 from zerograph.core.plan import ParamTile, Placement, Plan, Residency
-from zerograph.core.program import Program, Register, Segment, ends_whole, stays_whole
+from zerograph.core.program import Program, Register, Segment, ends_resident, stays_resident
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.graph import ops
 from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owner, moved_bytes, packed_bytes
@@ -194,17 +194,17 @@ class _Lowering:
                 )
                 placement = self._placement(info)
                 # Others are where they were, or where they were fetched to.
-                filled = [p for p in info.params if not is_whole(p, self.plan.world_size, placement, self.split)]
+                filled = [p for p in info.params if not is_full(p, self.plan.world_size, placement, self.split)]
                 if not filled:
                     self.shared[out] = self.shared.get(shards[0], out)
                 self.bytes[out] = gathered_bytes(filled, self.plan.world_size)
             case ops.WAIT_GATHER:
-                pending, kept = self.registers[node.args[0]], stays_whole(self._residency(info), self.kind)  # type: ignore[index]
+                pending, kept = self.registers[node.args[0]], stays_resident(self._residency(info), self.kind)  # type: ignore[index]
                 instruction = WaitGather(pending, outs, bucket=info.bucket, **_tile(info), kept=kept)
             case ops.FREE:
                 # The graph frees every bucket after its last use; by residency it then stays for a later program.
-                kept = stays_whole(self._residency(info), self.kind)
-                ends = ends_whole(self._residency(info), self.kind)
+                kept = stays_resident(self._residency(info), self.kind)
+                ends = ends_resident(self._residency(info), self.kind)
                 instruction = Free(info.bucket, self._regs(node.args[0]), kept=kept, **_tile(info), ends=ends)
             case ops.REDUCE:
                 size, grads = reduced_bytes(info.params), self._regs(node.args[0])

@@ -50,7 +50,7 @@ class Repeat:
         traced: the numbers of its layers there.
         layers: of all of them.
         outputs: see :func:`repeat_layers`.
-        whole: the graph of all layers.
+        full: the graph of all layers.
     """
 
     few: Joint
@@ -58,7 +58,7 @@ class Repeat:
     traced: Sequence[int]
     layers: Sequence[int]
     outputs: Sequence[tuple[int, int]]
-    whole: Joint
+    full: Joint
 
     @staticmethod
     def of(
@@ -77,11 +77,11 @@ class Repeat:
         Raises:
             NotRepeated: they did not do the same to every layer.
         """
-        whole = repeat_layers(self.few, self.path, self.traced, self.layers, self.outputs)
+        full = repeat_layers(self.few, self.path, self.traced, self.layers, self.outputs)
         # Callers were told the order of inputs after tracing; passes may not change it.
-        if whole.inputs != self.whole.inputs:
+        if full.inputs != self.full.inputs:
             raise NotRepeated("its inputs are in another order")
-        return whole.gm
+        return full.gm
 
 
 def repeat_layers(

@@ -71,8 +71,8 @@ class Shortened:
         found = Repeat.of(joint, self.path, self.traced, self.layers, self.outputs)
         # Inputs are repeated layer by layer; the whole graph must have them in that very order.
         given = len(self.inputs)  # behind them are the gradients of the outputs, which no layer has for itself
-        order = [self.input_of(i, copy) for i, copy in found.whole.inputs if i < given]
-        if order != [*range(len(order))] or any(i < given for i, _ in found.whole.inputs[len(order) :]):
+        order = [self.input_of(i, copy) for i, copy in found.full.inputs if i < given]
+        if order != [*range(len(order))] or any(i < given for i, _ in found.full.inputs[len(order) :]):
             raise NotRepeated("its inputs are in another order")
         return found
 
@@ -142,7 +142,7 @@ def tracing_few(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Iter
         yield
         return
     try:
-        with _tracing_gives(frame.repeat.whole.gm):
+        with _tracing_gives(frame.repeat.full.gm):
             yield
     finally:
         frame.repeat = None  # it holds graphs, and is of no use any more

@@ -22,7 +22,7 @@ def simplified(gm: fx.GraphModule, repeat: Repeat | None) -> fx.GraphModule:
     Returns:
         The graph to go on with.
     """
-    if repeat is not None and repeat.whole.gm is gm:
+    if repeat is not None and repeat.full.gm is gm:
         try:
             return _simplified_once(repeat)
         except NotRepeated as reason:  # random operators are numbered through all layers

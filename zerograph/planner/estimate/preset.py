@@ -198,8 +198,8 @@ def _added(preset: Preset, plan: Plan) -> Iterator[Holding]:
     for bucket in plan.buckets if preset.training.accumulate > 1 else ():
         for param in bucket.params:
             tier: Tier = bucket.placement.spilled if param.sharded and plan.stage > 1 else "device"
-            whole = param.elements * ITEM_SIZE[param.reduce_dtype]
-            size = shard_bytes(param, plan.world_size) if plan.stage > 1 else whole
+            full = param.elements * ITEM_SIZE[param.reduce_dtype]
+            size = shard_bytes(param, plan.world_size) if plan.stage > 1 else full
             yield Holding(f"gradient of {param.name}", "gradient", tier, size, -1, -1)
 
 

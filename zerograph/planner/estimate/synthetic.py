@@ -49,8 +49,8 @@ class _Gpt:
         rest = size.parameters - self._elements(size.layers)
         if rest > 0:
             self._param("embed.rest", rest)
-        whole = [f"whole {param.name}" for param in self.params]
-        x = self._op("embedding", module, ("tokens", *whole), self.stream)
+        unsharded = [f"whole {param.name}" for param in self.params]
+        x = self._op("embedding", module, ("tokens", *unsharded), self.stream)
         for i in range(self.layers):
             x = self._layer(f"layers.{i}", x)
         loss = self._loss(x)
@@ -59,7 +59,7 @@ class _Gpt:
         for i in reversed(range(self.layers)):
             gradient = self._layer_backward(f"layers.{i}", gradient)
         for name in ("embed.weight", *(["embed.rest"] if rest > 0 else [])):
-            self._gradient(name, module, self._op(f"d_{name}", module, (gradient,), self._whole(name)))
+            self._gradient(name, module, self._op(f"d_{name}", module, (gradient,), self._full_bytes(name)))
         return Step(tuple(self.ops), tuple(self.values), tuple(self.params), True, ("loss",))
 
     def _elements(self, layers: int) -> int:
@@ -80,7 +80,7 @@ class _Gpt:
             f"whole {name}", name.rpartition(".")[0], (f"shard {name}",), param.gathered_bytes, "gathered", (name,)
         )
 
-    def _whole(self, name: str) -> int:
+    def _full_bytes(self, name: str) -> int:
         """Bytes of the full gradient of a parameter."""
         return self.bytes[f"whole {name}"] * ITEM_SIZE[self.training.dtypes[2]] // ITEM_SIZE[self.training.dtypes[1]]
 
@@ -120,13 +120,13 @@ class _Gpt:
         flops = 2 * self.tokens * self._rows(rows) * columns
         weight = f"{layer}.{name}"
         self._gradient(
-            weight, layer, self._op(f"dw_{name} {layer}", layer, (gradient, x), self._whole(weight), flops=flops)
+            weight, layer, self._op(f"dw_{name} {layer}", layer, (gradient, x), self._full_bytes(weight), flops=flops)
         )
         reads, size = (gradient, f"whole {weight}"), self.tokens * columns * self.item
         return self._op(f"dx_{name} {layer}", layer, reads, size, flops=flops)
 
     def _gradient(self, weight: str, layer: str, full: str) -> None:
-        self._op(f"grad {full}", layer, (full,), self._whole(weight), "gradient", (weight,))
+        self._op(f"grad {full}", layer, (full,), self._full_bytes(weight), "gradient", (weight,))
 
     def _cheap(self, name: str, layer: str, reads: Sequence[str], size: int) -> str:
         return self._op(f"{name} {layer}", layer, reads, size, cheap=True)
@@ -192,7 +192,7 @@ class _Gpt:
         words = self.tokens * self.size.vocab
         d_words = self._op("d_logarithms", "", (loss, "logarithms"), words * _FP32)
         d_logits = self._op("d_logits", "", (d_words,), words * self.item)
-        full = self._op("dw_head", "", (d_logits, "norm"), self._whole("embed.weight"), flops=flops)
+        full = self._op("dw_head", "", (d_logits, "norm"), self._full_bytes("embed.weight"), flops=flops)
         self._gradient("embed.weight", "", full)
         d_norm = self._op("d_head", "", (d_logits, "whole embed.weight"), self.stream, flops=flops)
         return self._op("d_norm", "", (d_norm, x), self.stream, cheap=True)

@@ -61,10 +61,10 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     regions = tuple(name for name in plan.token_regions if name in by_token)
     if regions != plan.token_regions:
         plan = replace(plan, token_tiles=plan.token_tiles if regions else 1, token_regions=regions)
-    if plan.head not in made or step.whole_logits:
-        if plan.head and step.whole_logits:
+    if plan.head not in made or step.untiled_logits:
+        if plan.head and step.untiled_logits:
             tiles = f"{plan.loss_tiles} tiles of the loss were planned"
-            log.warning("%s, and logits exist for all tokens at once, because %s", tiles, step.whole_logits)
+            log.warning("%s, and logits exist for all tokens at once, because %s", tiles, step.untiled_logits)
         plan = replace(plan, loss_tiles=1, head="")
     save = tuple(name for name in plan.save if name in made)
     offload = tuple((name, tier) for name, tier in plan.offload if name in made or not layer_of_activation(name))

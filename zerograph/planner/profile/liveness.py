@@ -113,10 +113,10 @@ def saved(graph: Graph, mode: Mode, saved_set: Set[str] = frozenset()) -> Saved:
         # From the last on: what a forced operation reads is needed where that is, and may be forced itself.
         if forced[i] and value in first:
             _need(graph.reads[i], first, last, first[value], last[value])
-    whole = _read_by_products(graph)
-    kept, there = _kept(graph, mode, forced, first, whole, frozenset())
-    if mode != "none" and (instead := _smaller(graph, mode, kept, there, whole)):
-        kept, _ = _kept(graph, mode, forced, first, whole, instead)
+    materialized = _read_by_products(graph)
+    kept, there = _kept(graph, mode, forced, first, materialized, frozenset())
+    if mode != "none" and (instead := _smaller(graph, mode, kept, there, materialized)):
+        kept, _ = _kept(graph, mode, forced, first, materialized, instead)
     # The readers anew: above they were spread through forced operations only.
     return _resolve(graph, kept, *_readers(graph))
 
@@ -149,7 +149,7 @@ def _is_forced(graph: Graph, i: int, mode: Mode, saved_set: Set[str]) -> bool:
 
 
 def _kept(
-    graph: Graph, mode: Mode, forced: Sequence[bool], wanted: dict[int, int], whole: Set[int], given: Set[int]
+    graph: Graph, mode: Mode, forced: Sequence[bool], wanted: dict[int, int], materialized: Set[int], given: Set[int]
 ) -> tuple[set[int], list[bool]]:
     """The memory that the forward saves, ``given`` with it, and of each value whether the backward has it then."""
     kept: set[int] = {*given}
@@ -159,7 +159,7 @@ def _kept(
         owner = graph.owner[value]
         if there[value] or owner in kept or (forced[i] and value in wanted):
             there[value] = True
-        elif value not in whole and _is_repeated_freely(graph, i, mode):
+        elif value not in materialized and _is_repeated_freely(graph, i, mode):
             there[value] = all(there[r] for r in graph.reads[i])
         if value in wanted and not there[value]:
             there[value] = True
@@ -167,7 +167,7 @@ def _kept(
     return kept, there
 
 
-def _smaller(graph: Graph, mode: Mode, kept: Set[int], there: Sequence[bool], whole: Set[int]) -> set[int]:
+def _smaller(graph: Graph, mode: Mode, kept: Set[int], there: Sequence[bool], materialized: Set[int]) -> set[int]:
     """The values saved in the place of others of ``kept``, which are cheap to compute from them and take more.
 
     A loss makes values as large as the logits. Where the model returns logits these are there anyway, and in 16 bits
@@ -176,7 +176,7 @@ def _smaller(graph: Graph, mode: Mode, kept: Set[int], there: Sequence[bool], wh
     found: set[int] = set()
 
     def is_free(i: int) -> bool:
-        return graph.writes[i] not in whole and _is_repeated_freely(graph, i, mode)
+        return graph.writes[i] not in materialized and _is_repeated_freely(graph, i, mode)
 
     for value in sorted(v for v in kept - graph.outputs if graph.maker[v] >= 0 and not graph.layer[graph.maker[v]]):
         sources = _sources(graph, value, is_free, there)

@@ -59,7 +59,7 @@ def head_of(graph: Graph) -> Head | None:
     return found if isinstance(found, Head) else None
 
 
-def why_whole(step: Step, tiles: int = 1) -> str:
+def why_untiled(step: Step, tiles: int = 1) -> str:
     """Why a training step's logits exist for all tokens at once, and what would help; empty where they need not, or
     there are none. With its loss in ``tiles`` it is asked of other heads."""
     found = _head_or_why(Graph.of(step)) if step.training else ""
@@ -77,8 +77,8 @@ def _head_or_why(graph: Graph) -> Head | str:
     last = max((i for i in range(graph.backward) if graph.layer[i]), default=-1)
     behind = range(last + 1, graph.backward)
     products = [i for i in behind if graph.ops[i].flops and "convolution" not in graph.ops[i].target]
-    if graph.step.whole_logits:
-        return graph.step.whole_logits
+    if graph.step.untiled_logits:
+        return graph.step.untiled_logits
     if last < 0 or not products or not graph.step.training:
         return ""
     # The vocabulary is the widest: a projection in front of the head makes less.
@@ -179,8 +179,8 @@ def tiled(step: Step, head: Head, tiles: int) -> Step:
 
 def with_loss_tiles(plan: Plan, head: Head, tiles: int) -> Plan:
     """``plan`` with its loss in ``tiles`` parts, each of which reads the head's parameters whole."""
-    whole = [any(param.name in head.params for param in bucket.params) for bucket in plan.buckets]
-    buckets = (replace(b, tiles=1) if reads else b for b, reads in zip(plan.buckets, whole, strict=True))
+    untiled = [any(param.name in head.params for param in bucket.params) for bucket in plan.buckets]
+    buckets = (replace(b, tiles=1) if reads else b for b, reads in zip(plan.buckets, untiled, strict=True))
     return replace(plan, loss_tiles=tiles, head=head.activation, buckets=tuple(buckets))
 
 
@@ -192,7 +192,7 @@ def in_loss_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
             log.warning("loss_tiles=%d: logits exist for all tokens at once, because %s", tiles, _of_others(head))
         return with_loss_tiles(plan, head, tiles)
     if tiles > 1 and step.training:
-        why = why_whole(step) or "this graph has no loss behind logits of its own: compute it in the forward"
+        why = why_untiled(step) or "this graph has no loss behind logits of its own: compute it in the forward"
         log.warning("loss_tiles=%d: logits exist for all tokens at once, because %s", tiles, why)
     return plan
 

@@ -20,15 +20,15 @@ from zerograph.core.step import Kind, layer_of_activation
 from zerograph.planner.programs.schedule import Piece, Scheduler
 
 
-def whole_register(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Placement | None) -> int:
+def unsharded_register(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Placement | None) -> int:
     """The register of a gathered bucket or tile; where it has its ``own`` placement, this rank's slice is held
     anyway."""
     part = scheduler.bucket_parts(bucket, tiles)[tile]
-    size = part.whole
+    size = part.unsharded
     if own is not None:
         placed = part.shards.at(own)
         size -= placed.in_place if scheduler.rates.world_size == 1 else placed.copies
-    return scheduler.registers.get(("whole", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
+    return scheduler.registers.get(("unsharded", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
 
 
 def full_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
@@ -70,12 +70,12 @@ def norm_register(scheduler: Scheduler) -> int:
 
 
 def wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Placement | None) -> WaitGather:
-    return WaitGather(whole_register(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
+    return WaitGather(unsharded_register(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
 
 
 def free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Placement | None, ends: bool) -> Free:
-    whole = (whole_register(scheduler, bucket, tile, tiles, own),)
-    return Free(bucket, whole, whole, False, tile, tiles, ends)
+    unsharded = (unsharded_register(scheduler, bucket, tile, tiles, own),)
+    return Free(bucket, unsharded, unsharded, False, tile, tiles, ends)
 
 
 def wait_fetch(scheduler: Scheduler, register: int) -> WaitFetch:
@@ -83,15 +83,15 @@ def wait_fetch(scheduler: Scheduler, register: int) -> WaitFetch:
 
 
 def slice_of(
-    scheduler: Scheduler, piece: Piece, whole: Compute, number: int, read: tuple[int, ...], makes: tuple[int, ...]
+    scheduler: Scheduler, piece: Piece, full: Compute, number: int, read: tuple[int, ...], makes: tuple[int, ...]
 ) -> Compute:
     """One slice of a piece, which holds what the piece holds from the first to the last of them."""
     name = f"work of {scheduler.profile.regions[piece.region].phase} {piece.compute.module or 'outside of layers'}"
     key = ("work", piece.region, piece.temporary)
     work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
-    outs = (*whole.outs, *work, *makes) if number == 0 else makes
-    dead = (*whole.dead, *work) if number == piece.slices - 1 else ()
-    return scheduler.compute(whole.segment, outs, dead, whole.module, whole.source, read, whole.token_tiles)
+    outs = (*full.outs, *work, *makes) if number == 0 else makes
+    dead = (*full.dead, *work) if number == piece.slices - 1 else ()
+    return scheduler.compute(full.segment, outs, dead, full.module, full.source, read, full.token_tiles)
 
 
 def bring(
@@ -101,13 +101,13 @@ def bring(
     """Fetch the shards of a bucket or tile from their tier into its slice of the whole, and gather it, ``behind`` these
     registers."""
     part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
-    whole = whole_register(scheduler, bucket, tile, tiles, own)
+    unsharded = unsharded_register(scheduler, bucket, tile, tiles, own)
     tier = placement.parameters
     size = part.shards.at(placement).fetched if tier != "device" else 0
     if not size:
-        return [Gather(bucket, (), behind, whole, (), part.sent, tile, tiles)]
-    fetched = moves_up(scheduler, "shard", part.label, name, size, behind, (), (whole,), tier, bucket, tile)
-    return [*fetched, Gather(bucket, (), (whole,), whole, (), part.sent, tile, tiles)]
+        return [Gather(bucket, (), behind, unsharded, (), part.sent, tile, tiles)]
+    fetched = moves_up(scheduler, "shard", part.label, name, size, behind, (), (unsharded,), tier, bucket, tile)
+    return [*fetched, Gather(bucket, (), (unsharded,), unsharded, (), part.sent, tile, tiles)]
 
 
 def fetch(scheduler: Scheduler, bucket: int, placement: Placement, behind: tuple[int, ...]) -> list[Instruction]:
@@ -118,18 +118,18 @@ def fetch(scheduler: Scheduler, bucket: int, placement: Placement, behind: tuple
 
 
 def gather_fetched(scheduler: Scheduler, bucket: int, placement: Placement) -> Instruction:
-    part, shards, whole = (
+    part, shards, unsharded = (
         scheduler.bucket_parts(bucket, 1)[0],
         fetched_shards(scheduler, bucket, placement),
-        whole_register(scheduler, bucket, 0, 1, None),
+        unsharded_register(scheduler, bucket, 0, 1, None),
     )
-    return Gather(bucket, (), (shards,), whole, () if shards == whole else (shards,), part.sent)
+    return Gather(bucket, (), (shards,), unsharded, () if shards == unsharded else (shards,), part.sent)
 
 
 def fetched_shards(scheduler: Scheduler, bucket: int, placement: Placement) -> int:
     """The register of the fetched shards of a bucket."""
     if scheduler.rates.world_size == 1:
-        return whole_register(scheduler, bucket, 0, 1, None)
+        return unsharded_register(scheduler, bucket, 0, 1, None)
     part = scheduler.bucket_parts(bucket, 1)[0]
     size = part.shards.at(placement).fetched
     return scheduler.registers.get(("shards", bucket, size), f"shards of {part.label}", size, "param", bucket=bucket)

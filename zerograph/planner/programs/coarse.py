@@ -3,7 +3,7 @@
 Shards that live off the device are fetched into their slice of the gathered bucket (an in-place all-gather) when its
 gather could begin. Reduced gradients are spilled one bucket after another. Saved activations leave after the last
 layer that reads them, and begin to come back as many layers before the backward needs them as the plan says. Tiles of
-an oversized operator follow one another, at most one more of them whole than is gathered ahead.
+an oversized operator follow one another, at most one more of them unsharded than is gathered ahead.
 
 Gradients may be clipped by their norm, so no update (:mod:`~zerograph.planner.programs.updates`) begins before the
 whole backward has ended, but by a plan that has them inside of it. Updates of states off the device follow it, or run
@@ -32,7 +32,7 @@ from zerograph.core.instructions import (
 from zerograph.core.machine import Tier, hops, is_disk
 from zerograph.core.placement import updated_late
 from zerograph.core.plan import Bucket, Placement, Plan
-from zerograph.core.program import Program, ends_whole, stays_whole
+from zerograph.core.program import Program, ends_resident, stays_resident
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.planner.programs import bucket_work
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
@@ -83,7 +83,7 @@ class _CoarsePrograms:
         if plan.offload:
             self.saved = scheduler.saved(scheduler.options(plan), plan.offload)
         self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
-        self.whole: set[int] = set()  # buckets; of tiled ones the first tile
+        self.unsharded: set[int] = set()  # buckets; of tiled ones the first tile
         self.fetched: set[int] = set()  # buckets whose gathers follow
         self.under_way: list[tuple[Reduce, bool, bool]] = []  # not waited for; if some leave; added to others
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
@@ -197,10 +197,10 @@ class _CoarsePrograms:
     def _tiled(self, piece: Piece) -> None:
         """Slices of a piece: the tiles that each works on come before it, and are free and reduced after it."""
         instructions, slices = self.instructions, piece.slices
-        whole = self._offloading(piece) if self.saved is not None else piece.compute
+        full = self._offloading(piece) if self.saved is not None else piece.compute
         # The first tile may be there: the interval's gather, which began ahead, is of that one.
-        brought = {bucket: int(bucket in self.whole) for bucket in piece.reads}
-        self.whole.difference_update(piece.reads)
+        brought = {bucket: int(bucket in self.unsharded) for bucket in piece.reads}
+        self.unsharded.difference_update(piece.reads)
         for i in range(slices):
             read: list[int] = []
             makes: list[int] = []
@@ -217,12 +217,12 @@ class _CoarsePrograms:
                         self._bring(bucket, ahead)
                         brought[bucket] += 1
                     instructions.append(self._once(bucket_work.wait_gather, bucket, tile, tiles, None))
-                    read.append(self._once(bucket_work.whole_register, bucket, tile, tiles, None))
+                    read.append(self._once(bucket_work.unsharded_register, bucket, tile, tiles, None))
                     free += [(bucket, tile)] if ended else []
                 if bucket in piece.makes:
                     makes += [self._once(bucket_work.full_gradient, bucket, tile, tiles)] if begins else []
                     ends += [(bucket, tile)] if ended else []
-            instructions.append(self._once(bucket_work.slice_of, piece, whole, i, tuple(read), tuple(makes)))
+            instructions.append(self._once(bucket_work.slice_of, piece, full, i, tuple(read), tuple(makes)))
             for bucket, tile in free:
                 instructions.append(self._once(bucket_work.free, bucket, tile, self.buckets[bucket].tiles, None, False))
             for bucket, tile in ends:
@@ -231,8 +231,8 @@ class _CoarsePrograms:
                 )
 
     def _gather(self, bucket: int) -> None:
-        if bucket not in self.whole:
-            self.whole.add(bucket)
+        if bucket not in self.unsharded:
+            self.unsharded.add(bucket)
             while bucket in self.late:
                 self._update_late()
             if self._gathers_late(bucket):
@@ -276,9 +276,9 @@ class _CoarsePrograms:
             bucket = phase.intervals[i].bucket
             if self.buckets[bucket].tiles > 1:
                 continue  # tiles are freed one by one
-            if not stays_whole(self.buckets[bucket].residency, phase.name):
-                self.whole.remove(bucket)
-                ends = ends_whole(self.buckets[bucket].residency, phase.name)
+            if not stays_resident(self.buckets[bucket].residency, phase.name):
+                self.unsharded.remove(bucket)
+                ends = ends_resident(self.buckets[bucket].residency, phase.name)
                 self.instructions.append(self._once(bucket_work.free, bucket, 0, 1, self._own(bucket), ends))
 
     def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
@@ -311,7 +311,7 @@ class _CoarsePrograms:
                 self._down("gradient", label, bucket, tile, (reduce.out,), (into,), tier, there)
 
     def _leaves(self, bucket: int) -> bool:
-        """Whether shards of the gradients of a bucket leave, or are used up, apart from what every rank holds whole."""
+        """Whether shards of the gradients of a bucket leave, or are used up, apart from unsharded ones."""
         return self.buckets[bucket].placement.spilled != "device" or bucket in self.inside
 
     def _gradient(self, bucket: int, tile: int) -> int:

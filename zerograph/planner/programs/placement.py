@@ -135,7 +135,7 @@ class BucketPart:
     Attributes:
         name: of the bucket.
         label: of this part, for people: the name, or ``blocks.3 tile 2/4``.
-        whole: bytes when gathered.
+        unsharded: bytes when gathered.
         sent: bytes that all ranks send in its gather.
         summed: bytes of the full gradients as they are summed over ranks.
         reduced: bytes of the shards of all its gradients.
@@ -146,7 +146,7 @@ class BucketPart:
 
     name: str
     label: str
-    whole: int
+    unsharded: int
     sent: int
     summed: int
     reduced: int
@@ -156,14 +156,14 @@ class BucketPart:
 
 
 def bucket_parts(
-    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], rates: Rates, moments: int
+    name: str, params: Sequence[Param], tiles: int, full: Mapping[str, int], rates: Rates, moments: int
 ) -> tuple[BucketPart, ...]:
-    """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
+    """The bucket of ``params`` in ``tiles`` parts; ``full`` are bytes of full gradients by parameter."""
     world = rates.world_size
     trainable = [p for p in params if p.trainable]
     gathered, sent, reduced = gathered_bytes(params, world), sent_bytes(params, world), reduced_bytes(trainable)
     shard = sum(shard_bytes(p, world) for p in trainable)
-    gradients = sum(whole.get(p.name, 0) for p in trainable)
+    gradients = sum(full.get(p.name, 0) for p in trainable)
     shards = Shards.of(params, world, moments, rates.staging)
     # Columns may be in more tiles than there are rows; of either a tile has its share of the bytes.
     rows = max(params[0].chunk(world), tiles) if tiles > 1 else 1
@@ -179,7 +179,7 @@ def bucket_parts(
         BucketPart(
             name=name,
             label=name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}",
-            whole=part(gathered, tile),
+            unsharded=part(gathered, tile),
             sent=part(sent, tile),
             summed=part(reduced, tile),
             reduced=part(shard, tile),
@@ -230,15 +230,15 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
     for bucket in plan.buckets:
         placement = bucket.placement
         placed = Shards.of(bucket.params, plan.world_size, 0, staging).at(placement)
-        whole = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
+        sharded = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
         states = sum(kept.get(p.name, 0) for p in bucket.params)
         offloaded = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)
         found: list[tuple[str, Kind, Tier, int]]
         if placement.optimizer == "device":
-            found = [("shards", "param", "device", whole), ("states", "state", "device", states)]
+            found = [("shards", "param", "device", sharded), ("states", "state", "device", states)]
         else:
             found = [
-                ("shards", "param", "device", whole - placed.left),
+                ("shards", "param", "device", sharded - placed.left),
                 ("states", "state", "device", states - offloaded),
                 ("shards in the compute dtype", "param", placement.parameters, placed.parameters),
                 ("master copy and states", "state", placement.optimizer, placed.masters + offloaded),

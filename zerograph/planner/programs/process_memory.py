@@ -95,23 +95,23 @@ def transport_bytes(programs: Sequence[Program], world_size: int) -> int:
     blocks = _Blocks()
     for _ in range(2):  # blocks stay, and the second step finds others free
         # Between steps nothing stays whole, so each begins with no bucket.
-        whole: set[int] = set()
+        unsharded: set[int] = set()
         for program in programs:
-            _exchange(program, world_size, blocks, whole)
+            _exchange(program, world_size, blocks, unsharded)
     return world_size * (sum(blocks.sizes) + _CONTROL)
 
 
-def _exchange(program: Program, world_size: int, blocks: _Blocks, whole: set[int]) -> None:
-    """The messages of ``program``; buckets that are ``whole`` already are not gathered."""
+def _exchange(program: Program, world_size: int, blocks: _Blocks, unsharded: set[int]) -> None:
+    """The messages of ``program``; buckets that are ``unsharded`` already are not gathered."""
     for instruction in program.instructions:
         match instruction:
             case Gather(bucket=bucket, params=params, out=out):
-                if bucket not in whole:
+                if bucket not in unsharded:
                     blocks.take(out, _gathered(params, world_size))
-                whole.add(bucket)
+                unsharded.add(bucket)
             case Free(bucket=bucket, kept=kept):
                 if not kept:
-                    whole.discard(bucket)
+                    unsharded.discard(bucket)
             case Reduce(params=params, out=out):
                 for size in _reduced(params, world_size):
                     blocks.take(out, size)

@@ -136,7 +136,7 @@ class Scheduler:
         self.registers, self.segments, self.costs = Registers(), list[Segment](), Costs(rates)
         self.made: dict[tuple[Any, ...], Any] = {}
         work = [region.work[0] for region in profile.regions]  # gradients are the same at all options
-        self._whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
+        self._full_gradients = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
         self._segments: dict[tuple[int, ...], int] = {}
         self._bucket_parts: dict[tuple[int, int], tuple[BucketPart, ...]] = {}
         self._all: dict[tuple[int, ...], tuple[tuple[BucketPart, ...], ...]] = {}
@@ -180,7 +180,7 @@ class Scheduler:
         key = (bucket, tiles)
         if key not in self._bucket_parts:
             self._bucket_parts[key] = bucket_parts(
-                self.names[bucket], self.buckets[bucket], tiles, self._whole, self.rates, self.moments
+                self.names[bucket], self.buckets[bucket], tiles, self._full_gradients, self.rates, self.moments
             )
         return self._bucket_parts[key]
 
@@ -218,8 +218,8 @@ class Scheduler:
     def update_inside(self, bucket: int, gradient: int) -> Update:
         """The update on the device of the shards of a bucket, whose ``gradient`` goes with it."""
         world, shards = self.rates.world_size, [param for param in self.buckets[bucket] if param.sharded]
-        whole = device_update([shards], (), world, kept_states(shards, world, self.moments))
-        return Update((bucket,), whole.sizes, reads=(gradient,), dead=(gradient,))
+        update = device_update([shards], (), world, kept_states(shards, world, self.moments))
+        return Update((bucket,), update.sizes, reads=(gradient,), dead=(gradient,))
 
     def alive(self, phase: str, layer: str, options: tuple[int, ...]) -> list[Life]:
         """The lives held while ``layer`` computes, besides buckets, gradients and temporaries."""
@@ -411,12 +411,12 @@ def _phase(
     for bucket, at in last_made.items() if reduces else ():
         if bucket not in tiled:
             ready.setdefault(at, []).append(bucket)
-    pieces, gradients, whole = [], dict(made_before), 0
+    pieces, gradients, full = [], dict(made_before), 0
     for begin, end in pairwise((*cuts, len(parts))):
         k, inside = parts[begin][0], [part for _, part in parts[begin:end]]
         region = scheduler.profile.regions[k]
         first, last = begins[begin] == begin, end == len(parts) or parts[end][0] != k
-        whole = 0 if first else whole  # bytes of the full gradients that the region has made
+        full = 0 if first else full  # bytes of the full gradients that the region has made
         sizes: dict[int, int] = {}
         for part in inside:
             for bucket, size in part.gradients.items():
@@ -428,12 +428,12 @@ def _phase(
                 text = f"full gradient of {scheduler.names[bucket]}"
                 made.append(scheduler.registers.get(key, text, size, "gradient", bucket=bucket))
                 gradients[bucket] = (*gradients.get(bucket, ()), made[-1])
-        whole += sum(sizes.values())
+        full += sum(sizes.values())
         intervals = region.work[options[k]].memory.begins
         held = scheduler.held(k, options[k], saved)[
             bisect_left(intervals, 0 if first else parts[begin - 1][1].end) : bisect_left(intervals, inside[-1].end)
         ]
-        temporary = max(held) - whole
+        temporary = max(held) - full
         reads = tuple(bucket for part in inside for bucket in part.buckets if bucket in tiled)
         makes = tuple(bucket for bucket in sizes if bucket in tiled)
         slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)

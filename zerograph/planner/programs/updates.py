@@ -242,10 +242,10 @@ def update_program(
             instructions += update_offloaded(
                 known, bucket, 0, 1, plan.update, placement, number, arrived.get(bucket, ()), -1
             )
-    whole = device_update([bucket.params for bucket in plan.buckets], [*offloaded, *inside], plan.world_size, kept)
-    if whole.sizes or not (offloaded or inside):
+    on_device = device_update([bucket.params for bucket in plan.buckets], [*offloaded, *inside], plan.world_size, kept)
+    if on_device.sizes or not (offloaded or inside):
         last = streams is not None and streams.staging != "device"
-        instructions.insert(len(instructions) if last else 0, whole)  # as coarse programs have it
+        instructions.insert(len(instructions) if last else 0, on_device)  # as coarse programs have it
     contents, segments = tuple(registers.contents), backward.segments if backward is not None else ()
     return Program(
         "update", 0, len(contents), tuple(instructions), (), segments, contents, names, carries=backward is not None

@@ -329,8 +329,8 @@ def with_starts(plan: Plan, ahead: Mapping[Item, int]) -> Plan:
 
 def with_tiles(plan: Plan, tiles: Mapping[Item, int]) -> Plan:
     """``plan`` with buckets in so many tiles; what is in tiles is not kept."""
-    whole = {b: "use" for b, v in tiles.items() if v > 1 and plan.buckets[b].residency == "backward"}
-    return _with_buckets(_with_buckets(plan, "residency", whole), "tiles", tiles)
+    residencies = {b: "use" for b, v in tiles.items() if v > 1 and plan.buckets[b].residency == "backward"}
+    return _with_buckets(_with_buckets(plan, "residency", residencies), "tiles", tiles)
 
 
 def _with_buckets(plan: Plan, field: str, values: Mapping[Any, Any]) -> Plan:
@@ -344,7 +344,7 @@ def _with_buckets(plan: Plan, field: str, values: Mapping[Any, Any]) -> Plan:
 def _parts(space: SearchSpace) -> dict[Item, object]:
     """By bucket what makes two interchangeable: bytes of everything that is moved of them."""
     parts = (space.scheduler.bucket_parts(b.index, 1)[0] for b in space.plan.buckets)
-    return {index: (part.whole, part.shards) for index, part in enumerate(parts)}
+    return {index: (part.unsharded, part.shards) for index, part in enumerate(parts)}
 
 
 # Orders ---------------------------------------------------------------------------------------------------------------

@@ -58,9 +58,9 @@ class DeepSearch:
             if best is not None and rough.seconds * (1 - CLOSE) > best.seconds:
                 break
             if all(peak * (1 - ROOM) <= limit for peak, limit in zip(rough.peaks, most, strict=True)):
-                whole = rough.space.whole_of(rough)
-                if whole.fits(most) and (best is None or whole.rank < best.rank):
-                    best = whole
+                full = rough.space.full_of(rough)
+                if full.fits(most) and (best is None or full.rank < best.rank):
+                    best = full
         # Where few layers say too much of a tier, no plan seemed to fit.
         return best or min((c for c in self.best() if c.fits(most)), key=lambda c: c.rank, default=None)
 
@@ -71,7 +71,7 @@ class DeepSearch:
             limits = [peak * (1 + ALIKE) for peak in rough.peaks]
             if not any(all(a <= b for a, b in zip(other.peaks, limits, strict=True)) for other in kept):
                 kept.append(rough)
-        return frontier(rough.space.whole_of(rough) for rough in kept)
+        return frontier(rough.space.full_of(rough) for rough in kept)
 
 
 def _explored(decisions_of: Decisions, known: Sequence[Candidate], most: tuple[int, int]) -> list[Candidate]:

@@ -36,24 +36,24 @@ class FewLayers(SearchSpace):
     """The plans of a space of many layers, as plans of few of them.
 
     Attributes:
-        whole: the space of all layers.
+        full: the space of all layers.
     """
 
-    def __init__(self, whole: SearchSpace, run: Sequence[str]) -> None:
-        self.whole = whole
+    def __init__(self, full: SearchSpace, run: Sequence[str]) -> None:
+        self.full = full
         half = PERIOD // 2
         few = [*run[:half], *run[-half:]]
-        super().__init__(**_without(whole, run[half:-half]))
+        super().__init__(**_without(full, run[half:-half]))
         self._as = {layer: few[i % PERIOD] for i, layer in enumerate(run)}
         self._depths = []
         for depth in SIMULATED:
-            space = SearchSpace(**_without(whole, run[depth - half : -half]))
+            space = SearchSpace(**_without(full, run[depth - half : -half]))
             layers = [*run[: depth - half], *run[-half:]]
             self._depths.append((space, {layer: few[i % PERIOD] for i, layer in enumerate(layers)}))
         self._times = (len(run) - SIMULATED[1]) / (SIMULATED[1] - SIMULATED[0])
 
-    def whole_of(self, candidate: Candidate) -> Candidate:
-        return self.whole.of(_carried(candidate.plan, self, self.whole, self._as))
+    def full_of(self, candidate: Candidate) -> Candidate:
+        return self.full.of(_carried(candidate.plan, self, self.full, self._as))
 
     def _judged(self, plan: Plan) -> tuple[float, Peaks, int]:
         (less, short, few), (more, long, many) = (
@@ -123,7 +123,9 @@ def _kinds(space: SearchSpace) -> dict[str, object]:
         for bucket in reads[layer]:
             (part,), by = space.scheduler.bucket_parts(bucket, 1), readers[bucket]
             # Of a bucket that layers share, how far away the others are.
-            found[layer].append((part.whole, part.shards, sorted(place.get(other, -1) - place[layer] for other in by)))
+            found[layer].append(
+                (part.unsharded, part.shards, sorted(place.get(other, -1) - place[layer] for other in by))
+            )
     return {layer: tuple(own) for layer, own in found.items()}
 
 

@@ -1,6 +1,6 @@
 """Lower the peak of a plan on the device, and change the plan nowhere else: gathers begin later, operators get tiles.
 
-The coarse programs of a plan are simulated, and every stretch in which a bucket is whole is noted. Where the device
+The coarse programs of a plan are simulated, and every time in which a bucket is unsharded is noted. Where the device
 holds more than a target, gathers whose bucket nobody reads yet begin later; if that is not enough, what is read is cut
 into as few tiles as make room. That is repeated until the target is met, or nothing is left to change. Targets lie
 between a plan's own peak and the least that these two ways reach, so no budget enters, and more of it cannot make the
@@ -38,7 +38,7 @@ class _Held(NamedTuple):
 
 
 class _Watch:
-    """The coarse programs of a plan, watched: when each bucket is whole, and from when on it is needed.
+    """The coarse programs of a plan, watched: when each bucket is unsharded, and from when on it is needed.
 
     Attributes:
         run: what the coarse programs did.
@@ -137,10 +137,10 @@ def _with(plan: Plan, tiles: Sequence[int], ahead: Sequence[int]) -> Plan:
 def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Candidate]]:
     """Bytes to reach, with the plan to begin from."""
     if tilable and any(bucket.tiles > 1 for bucket in plan.plan.buckets):
-        whole = plan.space.of(_with(plan.plan, [1] * len(plan.plan.buckets), plan.plan.ahead()))
-        yield plan.peak, whole
+        untiled = plan.space.of(_with(plan.plan, [1] * len(plan.plan.buckets), plan.plan.ahead()))
+        yield plan.peak, untiled
         # Other targets are reached from whole operators, so that tiling happens where the peak is and nowhere else.
-        plan = whole
+        plan = untiled
     smallest = least(plan, tile=bool(tilable))
     room = plan.peak - smallest.peak
     yield smallest.peak, smallest  # all of it, everywhere
@@ -179,8 +179,8 @@ def _fewest(space: SearchSpace, bucket: int, tiles: int, ahead: int, size: int) 
     (part,) = space.scheduler.bucket_parts(bucket, 1)
 
     def held(count: int) -> int:
-        whole = part.whole * min(count, ahead + 1) // count
-        return whole + part.gradients * min(count, 2) // count  # one is being made, one reduced
+        unsharded = part.unsharded * min(count, ahead + 1) // count
+        return unsharded + part.gradients * min(count, 2) // count  # one is being made, one reduced
 
     most = space.most_tiles[bucket]
     return next((count for count in range(tiles + 1, most) if held(tiles) - held(count) >= size), most)
@@ -201,7 +201,7 @@ def _wanted(space: SearchSpace, plan: Candidate, watch: _Watch, target: int) -> 
             left = 0 if buckets[h.bucket].tiles > 1 else max(0, left)
             short.gather = left if short.gather is None else min(short.gather, left)
             # What a later gather frees need not be tiled away.
-            excess -= space.scheduler.bucket_parts(h.bucket, 1)[0].whole
+            excess -= space.scheduler.bucket_parts(h.bucket, 1)[0].unsharded
         for bucket in {h.bucket for h in held if not h.early and h.bucket in watch.tilable} if excess > 0 else ():
             if buckets[bucket].residency != "backward" and buckets[bucket].tiles < space.most_tiles[bucket]:
                 short = found.setdefault(bucket, _Short())

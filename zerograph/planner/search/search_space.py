@@ -115,7 +115,7 @@ class SearchSpace:
         scheduler = self.scheduler
         return time_and_peaks(coarse_programs(scheduler, plan), scheduler.costs, self.held + scheduler.moved(plan))
 
-    def whole_of(self, candidate: Candidate) -> Candidate:
+    def full_of(self, candidate: Candidate) -> Candidate:
         """One of this space, simulated with all layers."""
         return candidate
 

@@ -127,17 +127,17 @@ def spaces_of(
             overlap="none" if constraints.overlap == "auto" else constraints.overlap,
             tiles=tiles_wanted(constraints.tiling, step, constraints.world_size, size),
         )
-        whole: tuple[str, ...] = ()
+        untiled: tuple[str, ...] = ()
         if variant.head is not None:
-            plan, whole = with_loss_tiles(plan, variant.head, variant.loss_tiles), variant.head.params
+            plan, untiled = with_loss_tiles(plan, variant.head, variant.loss_tiles), variant.head.params
         if variant.token_tiles > 1:
             plan = with_token_tiles(plan, step, variant.token_tiles)
-            whole += tuple(name for region in step.token_regions for name in region.params)
+            untiled += tuple(name for region in step.token_regions for name in region.params)
         # A model smaller than a bucket gets the same buckets for several sizes.
         if plan not in seen:
             seen.add(plan)
             rates = Rates(machine, constraints.world_size, plan.compute_dtype)
-            most = most_tiles(plan, size, whole) if constraints.tiles else ()
+            most = most_tiles(plan, size, untiled) if constraints.tiles else ()
             if step.tilable is not None and constraints.tiles:
                 most = tuple(n if plan.buckets[i].params[0].name in step.tilable else 1 for i, n in enumerate(most))
             held = on("device", states)
@@ -149,10 +149,10 @@ def spaces_of(
             )
 
 
-def most_tiles(plan: Plan, size: int, whole: Container[str] = ()) -> tuple[int, ...]:
+def most_tiles(plan: Plan, size: int, untiled: Container[str] = ()) -> tuple[int, ...]:
     """In how many tiles each bucket may be: 1 unless it is one parameter that is larger than ``size`` when gathered,
-    and none of those that have to be ``whole``."""
-    alone = (b for b in plan.buckets if len(b.params) == 1 and b.params[0].sharded and b.params[0].name not in whole)
+    and none of those that have to be ``untiled``."""
+    alone = (b for b in plan.buckets if len(b.params) == 1 and b.params[0].sharded and b.params[0].name not in untiled)
     large = {b.index for b in alone if b.gathered_bytes > size}
     most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
     return tuple(min(most, b.params[0].chunk(plan.world_size)) if b.index in large else 1 for b in plan.buckets)

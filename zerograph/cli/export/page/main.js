@@ -58,7 +58,7 @@ timeline.addEventListener(
   "wheel",
   (event) => {
     const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
-    const out = event.deltaY > 0 && shown.to - shown.from >= whole * (1 - 1e-9);
+    const out = event.deltaY > 0 && shown.to - shown.from >= duration * (1 - 1e-9);
     if (Math.abs(sideways) > Math.abs(event.deltaY) || event.shiftKey) pan(sideways / plotWidth());
     else if (out) return; // everything is shown already: the page may scroll
     else zoom(ZOOM ** (-event.deltaY / 100), toTime(pointerX(event)));
@@ -101,7 +101,7 @@ timeline.addEventListener("pointermove", (event) => {
 timeline.addEventListener("pointerleave", tellView);
 
 function tellView() {
-  const all = shown.to - shown.from >= whole * (1 - 1e-9);
+  const all = shown.to - shown.from >= duration * (1 - 1e-9);
   const part = `${formatSeconds(shown.from)} to ${formatSeconds(shown.to)} of ${formatSeconds(plan.seconds)}`;
   readout.textContent = all ? "" : part;
 }

@@ -218,7 +218,7 @@ function bandNodes({ kind, under, over }, tier, toY, moments) {
 function memory(tier, row) {
   const top = tierTop(row), bottom = top + MEMORY - 12;
   const { bands, sum } = stacked(tier);
-  const most = isWhole(tier) ? tier.top : Math.max(...sum) * 1.15 || 1;
+  const most = isComplete(tier) ? tier.top : Math.max(...sum) * 1.15 || 1;
   const toY = (size) => bottom - (size / most) * (bottom - top);
   const moments = momentsInSight(tier);
   const points = corners(tier.times, sum, toY, moments);
@@ -236,7 +236,7 @@ function memory(tier, row) {
   }
   const stroke = tier.kinds.length ? "var(--text)" : colour;
   group.append(drawn("path", { class: "curve", d: `M${line(points)}`, style: `stroke:${stroke}` }));
-  if (!isWhole(tier)) return group; // the budget and the peak are of all
+  if (!isComplete(tier)) return group; // the budget and the peak are of all
   if (tier.budget && tier.budget <= tier.top) {
     const y = toY(tier.budget);
     group.append(drawn("line", { class: "budget", x1: LEFT, x2: right, y1: y, y2: y }));
@@ -252,7 +252,7 @@ function memory(tier, row) {
 function memoryTitle(tier, top) {
   const over = tier.budget && tier.peak.bytes > tier.budget;
   const room = Math.floor(plotWidth() / CHARACTER) - TITLE;
-  if (!isWhole(tier)) return [partTitle(tier, top)];
+  if (!isComplete(tier)) return [partTitle(tier, top)];
   const name = room < SHORT ? "" : ` at ${shortened(tier.peak.name, room)}`;
   const narrow = room < SHORT; // then it begins at the very left, and the text of the budget is a line of its own
   const title = drawn(

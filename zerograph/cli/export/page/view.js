@@ -1,15 +1,15 @@
 // What is shown, and which instruction is selected. Whoever draws listens.
 const listeners = { view: [], selection: [], marked: [], kinds: [] };
 const tell = (what) => listeners[what].forEach((listener) => listener());
-const whole = Math.max(plan.seconds, 1e-9);
-const shown = { from: 0, to: whole };
+const duration = Math.max(plan.seconds, 1e-9);
+const shown = { from: 0, to: duration };
 let selected = null;
 let marked = null;
 const hidden = new Set(); // kinds of memory
 
 /** The kinds of a tier's memory that are drawn, the lowest first. */
 const kindsOf = (tier) => tier.kinds.filter((kind) => !hidden.has(kind.key));
-const isWhole = (tier) => kindsOf(tier).length === tier.kinds.length;
+const isComplete = (tier) => kindsOf(tier).length === tier.kinds.length;
 
 function toggleKind(key) {
   if (!hidden.delete(key)) hidden.add(key);
@@ -17,8 +17,8 @@ function toggleKind(key) {
 }
 
 function show(from, to) {
-  const length = Math.min(Math.max(to - from, whole * 1e-5), whole);
-  shown.from = Math.min(Math.max(from, 0), whole - length);
+  const length = Math.min(Math.max(to - from, duration * 1e-5), duration);
+  shown.from = Math.min(Math.max(from, 0), duration - length);
   shown.to = shown.from + length;
   tell("view");
 }
@@ -33,7 +33,7 @@ function pan(share) {
   show(shown.from + by, shown.to + by);
 }
 
-const showAll = () => show(0, whole);
+const showAll = () => show(0, duration);
 
 function select(task) {
   selected = task;
@@ -47,7 +47,7 @@ function reveal(task) {
   const length = shown.to - shown.from;
   const small = span.end - span.start < length / 100;
   if (span.start < shown.from || span.end > shown.to || small) {
-    const around = small ? Math.max((span.end - span.start) * 25, whole * 1e-5) : length;
+    const around = small ? Math.max((span.end - span.start) * 25, duration * 1e-5) : length;
     const middle = (span.start + span.end) / 2;
     show(middle - around / 2, middle + around / 2);
   }

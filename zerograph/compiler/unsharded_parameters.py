@@ -27,17 +27,17 @@ _READS = {UNSHARD, torch.ops.higher_order.tag_activation_checkpoint}
 """Operators that read the whole of an input shard already: a checkpointed region has markers of its own."""
 
 
-def compute_with_whole(gm: fx.GraphModule, inputs: Sequence[Any]) -> int:
+def compute_with_unsharded(gm: fx.GraphModule, inputs: Sequence[Any]) -> int:
     """Give the full tensor to whatever computes with a parameter beside its marker, in a graph as Dynamo recorded it.
 
     Returns:
         How many parameters were computed with as shards.
     """
-    whole = {marker.source: marker.node for marker in reversed(markers(gm.graph, UNSHARD))}
+    unsharded = {marker.source: marker.node for marker in reversed(markers(gm.graph, UNSHARD))}
     placeholders, known, changed = gm.graph.find_nodes(op="placeholder"), _nodes_that_know(gm), 0
     for shard, value in zip(placeholders, inputs, strict=True):
-        reads = [user for user in shard.users if user in whole]
-        marker = whole.get(reads[0] if reads else shard)
+        reads = [user for user in shard.users if user in unsharded]
+        marker = unsharded.get(reads[0] if reads else shard)
         others = [user for user in shard.users if user not in known and user.target not in _READS]
         if marker is None or not others:
             continue
