@@ -27,7 +27,7 @@ from zerograph.core.machine import machine_from
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
 
-KEPT = "zg0"
+BASE = "zg0"
 
 
 def main() -> None:
@@ -46,8 +46,8 @@ def main() -> None:
         for way, options in ways.items():
             if args.only and way not in args.only:
                 continue
-            spec = ":".join([KEPT, *(f"{name}={value}" for name, value in options.items())])
-            with Crew(KEPT, work, 1) as kept, Crew(spec, work, 1) as other:
+            spec = ":".join([BASE, *(f"{name}={value}" for name, value in options.items())])
+            with Crew(BASE, work, 1) as kept, Crew(spec, work, 1) as other:
                 turns = beside({"kept": kept, "other": other}, args.rounds, args.timeout)
             found = {**turns.peaks, "wall": statistics.median(turns.wall), "cpu": statistics.median(turns.cpu)}
             (before, seconds), (after, more) = forecasts["kept"], forecasts[way]

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 LARGE = 2**20
 """Bytes of a block that goes back to the system when it is free."""
-KEPT = 16 * 2**20
+TRIM = 16 * 2**20
 """Bytes at the end of the heap that stay, so that small blocks do not ask the system again and again."""
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of <malloc.h>
 _OWN = ("MALLOC_MMAP_THRESHOLD_", "mmap_threshold")
@@ -30,6 +30,6 @@ def return_large_blocks() -> bool:
     if _OWN[0] in os.environ or _OWN[1] in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    done = mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, LARGE)) and bool(mallopt(_TRIM_THRESHOLD, KEPT))
+    done = mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, LARGE)) and bool(mallopt(_TRIM_THRESHOLD, TRIM))
     log.info("malloc %s blocks of 1 MiB and more back when they are free", "gives" if done else "cannot give")
     return done

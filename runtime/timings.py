@@ -48,18 +48,18 @@ class Timings:
     """Those of one backend, kept while somebody records."""
 
     def __init__(self) -> None:
-        self._kept: list[Timing] | None = None
+        self._recorded: list[Timing] | None = None
         self._recording = 0
 
     def begin(self) -> None:
         """Keep them from here on."""
-        self._kept = []
+        self._recorded = []
         self._recording += 1
 
     def take(self) -> list[Timing]:
         """Those that were kept, in the order of their beginnings; from now on none are."""
-        kept, self._kept = self._kept, None
-        there = (timing._replace(complete=self._has_all_of(timing.purpose.update)) for timing in kept or ())
+        recorded, self._recorded = self._recorded, None
+        there = (timing._replace(complete=self._has_all_of(timing.purpose.update)) for timing in recorded or ())
         return sorted(there, key=lambda timing: timing.begin)
 
     def _has_all_of(self, update: TimedUpdate | None) -> bool:
@@ -67,10 +67,10 @@ class Timings:
 
     def update(self) -> TimedUpdate:
         """An update that begins."""
-        return TimedUpdate(self._recording if self._kept is not None else 0)
+        return TimedUpdate(self._recording if self._recorded is not None else 0)
 
     def add(self, stream: Stream, purpose: Purpose | None, begin: int, end: int) -> None:
         """Keep one, of any thread; what has no ``purpose`` is no part of a step."""
-        kept = self._kept
-        if kept is not None and purpose is not None and end:
-            kept.append(Timing(stream, purpose, begin, end))
+        recorded = self._recorded
+        if recorded is not None and purpose is not None and end:
+            recorded.append(Timing(stream, purpose, begin, end))

@@ -186,7 +186,7 @@ class _PendingReduce:
     params: Sequence[Param]
     results: list[Tensor]
     works: list[_Flight]
-    kept: list[Tensor]
+    alive: list[Tensor]
 
 
 class GroupCommunicator:
@@ -370,7 +370,7 @@ class GroupCommunicator:
         """See :class:`Communicator`."""
         results: list[Tensor] = [None] * len(params)  # type: ignore[list-item]
         # One message for each dtype and kind, in the order in which parameters stand: the same on all ranks.
-        works, kept = [], []
+        works, alive = [], []
         self._enqueued += 1
         for dtype, sharded in dict.fromkeys((p.reduce_dtype, p.sharded) for p in params):
             members = [i for i, p in enumerate(params) if (p.reduce_dtype, p.sharded) == (dtype, sharded)]
@@ -378,10 +378,10 @@ class GroupCommunicator:
             run = self._reduce_scatter if sharded else self._all_reduce
             parts, flight, send = run(chosen, [grads[i] for i in members], torch_dtype(dtype))
             works.append(flight)
-            kept.append(send)
+            alive.append(send)
             for i, part in zip(members, parts, strict=True):
                 results[i] = part
-        return _PendingReduce(params, results, works, kept)
+        return _PendingReduce(params, results, works, alive)
 
     def _reduce_scatter(
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype

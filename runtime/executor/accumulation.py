@@ -191,15 +191,15 @@ class GradientAccumulation:
         self._flushing, before = None, self.state
         held_here = [param for param, _ in self._held.values() if param.name not in self.late]
         found = [(param, self.withdraw(param)) for param in held_here]
-        kept = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
-        if not kept:
+        left = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
+        if not left:
             return
-        params = [param for param, _ in kept]
+        params = [param for param, _ in left]
         comm = self._comm
         sequence = sequence_of(param.name for param in params)
         try:
             with together(comm, Entry("reduction of gradients that no_sync() held back", sequence, comm.steps)):
-                results = comm.finish_reduce(comm.start_reduce(params, [held for _, held in kept]))
+                results = comm.finish_reduce(comm.start_reduce(params, [held for _, held in left]))
         except BaseException:
             self.state = before
             raise

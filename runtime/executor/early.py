@@ -145,17 +145,17 @@ class EarlyUpdates:
         gets in their places: None for these. Until ``arrival()`` they are not where they are updated."""
         if not self._owners:
             return list(grads)
-        direct, kept = accumulated_directly(), list[tuple[str, Tensor]]()
+        direct, summed = accumulated_directly(), list[tuple[str, Tensor]]()
         left: list[Tensor | None] = []
         alone = are_marks([self._params[described.name].grad for described in params])
         for described, grad, is_alone in zip(params, grads, alone, strict=True):
             takes = grad is not None and self._takes(described.name, direct, is_alone)
             left.append(None if takes else grad)
             if takes and grad is not None:
-                kept.append((described.name, grad))
-        if kept:
+                summed.append((described.name, grad))
+        if summed:
             taken, arrivals = self._taken.setdefault(bucket, ([], []))
-            taken += kept
+            taken += summed
             arrivals += [arrival] if arrival is not None else []
         return left
 

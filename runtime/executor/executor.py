@@ -222,7 +222,7 @@ class Executor:
         full = pending
         if params is not None:
             full = self.comm.finish_gather(pending)
-            if instruction.kept:
+            if instruction.resident:
                 self.cache.store(instruction.bucket, params, full)
         for register, tensor in zip(instruction.outs, full, strict=True):
             registers[register] = tensor

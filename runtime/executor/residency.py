@@ -109,9 +109,9 @@ class GatheredCache:
 
     def store(self, bucket: int, params: Sequence[Param], full: Sequence[Tensor]) -> None:
         """Keep what a program gathered."""
-        kept = {p.name: tensor for p, tensor in zip(params, full, strict=True)}
+        resident = {p.name: tensor for p, tensor in zip(params, full, strict=True)}
         # A program gathers those parameters of a bucket that it reads; another one may have gathered the others.
-        self._full[bucket] = {**self._full.get(bucket, {}), **kept}
+        self._full[bucket] = {**self._full.get(bucket, {}), **resident}
 
     def drop(self, bucket: int) -> None:
         """No later program finds the bucket, if it is here."""

@@ -55,7 +55,7 @@ class EarlyParameters:
 
     def forget(self) -> None:
         """Give back the room of those that are no parameters now: something failed before they were."""
-        kept = {local_tensor(param).data_ptr() for param in self._locations.params.values()}
-        self._room.loose.update(self._extents.pop(address) for address in [*self._extents] if address not in kept)
+        live = {local_tensor(param).data_ptr() for param in self._locations.params.values()}
+        self._room.loose.update(self._extents.pop(address) for address in [*self._extents] if address not in live)
         if self._room.opened is not None:
             self._reclaim()

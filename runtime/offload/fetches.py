@@ -103,8 +103,8 @@ class Fetches:
                 on_host.add(name)
             else:
                 block = at.blocks[name]
-                kept = (at.parameters[block], block.dtype)
-                extent, dtype = kept if copy is None else (at.copied[block], copy.dtype)
+                stored = (at.parameters[block], block.dtype)
+                extent, dtype = stored if copy is None else (at.copied[block], copy.dtype)
                 if isinstance(param, ParamTile):
                     found[name] = self._read_tile(extent, block, dtype, param, fetch.under_way)
                 else:

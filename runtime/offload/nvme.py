@@ -37,7 +37,7 @@ __all__ = ["ALIGNMENT", "STRIPE", "Arena", "CancelledError", "Extent", "Priority
 
 log = logging.getLogger(__name__)
 
-KEPT_FAILURES = 16
+MOST_FAILURES = 16
 """Errors of transfers that nobody has waited for: as many are kept for :meth:`Arena.close`, the others are counted."""
 
 STRIPE = 8 * 2**20
@@ -345,7 +345,7 @@ class Arena:
         with self._counting:
             ticket.unseen = True
             self._failures += 1
-            if len(self._unseen) < KEPT_FAILURES:
+            if len(self._unseen) < MOST_FAILURES:
                 self._unseen[ticket.id] = error
 
     def _see(self, ticket: Ticket) -> None:

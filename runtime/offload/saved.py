@@ -180,15 +180,15 @@ class SavedActivations:
 
     def let_go(self) -> None:
         """Free the extents in which nothing waits."""
-        kept: dict[int, list[_SavedExtent]] = {}
+        remaining: dict[int, list[_SavedExtent]] = {}
         for size, slots in self._slots.items():
             for slot in slots:
                 if slot.is_free:
                     slot.arena.free(slot.extent)
                 else:
-                    kept.setdefault(size, []).append(slot)
-        self._slots = kept
-        there = {slot for slots in kept.values() for slot in slots}
+                    remaining.setdefault(size, []).append(slot)
+        self._slots = remaining
+        there = {slot for slots in remaining.values() for slot in slots}
         self._at = {address: slot for address, slot in self._at.items() if slot in there}
 
     def _to_host(self, source: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class SpilledGradients:
     def _make_room(self, block: Block, names: Sequence[str]) -> None:
         """Let the extent of ``block`` be one that new gradients of ``names`` may be written to."""
         extent = self._extents.get(block)
-        if extent is not None and any(self._is_kept(name, extent) for name in names):
+        if extent is not None and any(self._is_held(name, extent) for name in names):
             self._left.append(self._extents.pop(block))
             extent = None
         if extent is None:
@@ -223,7 +223,7 @@ class SpilledGradients:
         self.reclaim()
         return self._allocate(block, block.dtype, "gradients")
 
-    def _is_kept(self, name: str, extent: Extent) -> bool:
+    def _is_held(self, name: str, extent: Extent) -> bool:
         """Whether something still shows a gradient of ``name`` in ``extent``."""
         given = self._given.get(name)
         return given is not None and given.extent is extent and bool(given.memory)

@@ -31,12 +31,12 @@ def _instructions(**options: Any) -> dict[str, list[Any]]:
 def test_buckets_say_how_long_they_stay_resident() -> None:
     use, step = (_instructions(stage=stage) for stage in (3, 2))
     assert not any(each.resident or each.fetched for each in use["forward Gather"] + use["backward Gather"])
-    assert not any(each.kept or each.ends for each in use["forward Free"] + use["backward Free"])
-    assert not any(each.kept for each in use["forward WaitGather"] + use["backward WaitGather"])
+    assert not any(each.resident or each.ends for each in use["forward Free"] + use["backward Free"])
+    assert not any(each.resident for each in use["forward WaitGather"] + use["backward WaitGather"])
     assert not any(each.resident for each in step["forward Gather"])
     assert all(each.resident for each in step["backward Gather"])
-    assert all(each.kept and not each.ends for each in step["forward Free"] + step["backward Free"])
-    assert all(each.kept for each in step["forward WaitGather"] + step["backward WaitGather"])
+    assert all(each.resident and not each.ends for each in step["forward Free"] + step["backward Free"])
+    assert all(each.resident for each in step["forward WaitGather"] + step["backward WaitGather"])
     for wait in use["backward WaitReduce"]:
         assert wait.updatable == tuple(range(len(wait.outs))) and not wait.leaves
 

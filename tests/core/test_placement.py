@@ -19,7 +19,7 @@ from zerograph.core.machine import Machine, Tier, machine_named
 from zerograph.core.placement import copy_tier, values_tier
 from zerograph.core.plan import Placement
 from zerograph.core.step import Param
-from zerograph.planner.programs.placement import Shards, kept_on
+from zerograph.planner.programs.placement import Shards, bytes_on
 
 CPU = machine_named("cpu")
 SPLIT = replace(CPU, split=True)
@@ -81,8 +81,8 @@ def _found(machine: Machine, rank: Rank) -> dict[str, tuple[int, int]]:
     rank.optimizer.step()
     (frame,), staging = rank.backend._frames, "host" if machine.split else "device"
     lying = sum(rank.backend._store.bytes().get(kind, 0) for kind in ("parameters", "copies"))
-    kept = kept_on("nvme", frame.plan, 0, staging)
-    found = {"on NVMe": (lying, kept["parameters"] + kept["optimizer states"])}
+    sizes = bytes_on("nvme", frame.plan, 0, staging)
+    found = {"on NVMe": (lying, sizes["parameters"] + sizes["optimizer states"])}
     fetched = defaultdict[int, int](int)
     for each in frame.programs["forward"].instructions:
         if isinstance(each, Move) and each.what == "shard" and not each.staged:

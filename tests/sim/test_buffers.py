@@ -64,8 +64,8 @@ def again(bucket: int) -> Gather:
     return replace(begin(bucket), resident=True)
 
 
-def used(bucket: int, kept: bool = False, ends: bool = False) -> list[Instruction]:
-    free = Free(bucket, (bucket,), (bucket,), kept, ends=ends)
+def used(bucket: int, resident: bool = False, ends: bool = False) -> list[Instruction]:
+    free = Free(bucket, (bucket,), (bucket,), resident, ends=ends)
     return [WaitGather(bucket, (), bucket=bucket), Compute(0, (), ()), free]
 
 
@@ -88,15 +88,15 @@ def test_a_free_buffer_is_used_again_or_goes() -> None:
 
 
 def test_a_backward_that_gathers_nothing_anew_begins_without_free_buffers() -> None:
-    forward = [begin(0), *used(0), begin(1), *used(1, kept=True)]
+    forward = [begin(0), *used(0), begin(1), *used(1, resident=True)]
     nothing = [again(1), *used(1, ends=True)]
     assert levels(forecast([("forward", forward), ("backward", nothing)], [100, 10])) == [100, 110, 10]
     more = [*nothing, begin(0), *used(0)]
     assert levels(forecast([("forward", forward), ("backward", more)], [100, 10])) == [100, 110, 110, 100]
 
 
-def test_a_bucket_that_was_kept_takes_all_free_buffers_with_it() -> None:
-    forward = [begin(0), *used(0), begin(1), *used(1, kept=True)]
+def test_a_bucket_that_was_resident_takes_all_free_buffers_with_it() -> None:
+    forward = [begin(0), *used(0), begin(1), *used(1, resident=True)]
     backward = [again(1), begin(2), *used(1, ends=True), *used(2)]
     found = forecast([("forward", forward), ("backward", backward)], [100, 10, 40])
     assert levels(found) == [100, 110, 110, 40]

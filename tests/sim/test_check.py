@@ -79,9 +79,9 @@ def test_what_is_free_is_not_read() -> None:
     assert any("which is free" in text for text in found), found
 
 
-def test_a_bucket_is_kept_from_its_wait_to_its_free() -> None:
+def test_a_bucket_is_resident_from_its_wait_to_its_free() -> None:
     free = next(step for program in PROGRAMS for step in program.instructions if isinstance(step, Free))
-    found = [str(wrong) for wrong in check_programs(changed(free, (replace(free, kept=True),)), PLAN)]
+    found = [str(wrong) for wrong in check_programs(changed(free, (replace(free, resident=True),)), PLAN)]
     assert any("is kept by one instruction and let go of by another" in text for text in found), found
 
 

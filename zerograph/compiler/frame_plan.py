@@ -40,7 +40,7 @@ from zerograph.planner.profile.loss import head_of, in_loss_tiles
 from zerograph.planner.profile.offloaded import offloaded
 from zerograph.planner.profile.tiling import in_loops, refuse_unknown, tiles_wanted
 from zerograph.planner.profile.token_tiles import in_token_tiles
-from zerograph.planner.programs.placement import Shards, kept_on
+from zerograph.planner.programs.placement import Shards, bytes_on
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.runtime.buffers import dtype_name
@@ -162,20 +162,20 @@ class Planner:
     def _require_room_of(self, step: Step, plan: Plan) -> None:
         saved = offloaded(step, plan)
         for tier in OFFLOAD_TIERS:
-            kept = kept_on(tier, plan, self._moments, self.staging)
-            self._require_room(tier, kept | {"activations": saved.get(tier, 0)})
+            sizes = bytes_on(tier, plan, self._moments, self.staging)
+            self._require_room(tier, sizes | {"activations": saved.get(tier, 0)})
 
-    def _require_room(self, tier: Tier, kept: Mapping[str, int]) -> None:
+    def _require_room(self, tier: Tier, sizes: Mapping[str, int]) -> None:
         """Refuse what takes more room off the device than there is, on all ranks alike: they count the largest shards,
         and know the least room of all.
 
         Args:
-            kept: bytes by what they are for.
+            sizes: bytes by what they are for.
         """
-        need, have = sum(kept.values()), self._room_on(tier)
+        need, have = sum(sizes.values()), self._room_on(tier)
         if need <= have:
             return
-        parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in kept.items() if size)
+        parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in sizes.items() if size)
         enough = repr(f"{-(-need // int((1 - RESERVE) * 2**20))}MiB")
         where, more = (TIER_NAMES[tier], " in folders that have it") if is_disk(tier) else (f"the {tier}", "")
         raise InfeasibleError(
@@ -219,11 +219,11 @@ class Planner:
         if is_disk(placement.parameters):
             placed = Shards.of(params, self._world_size, self._moments, self.staging).at(placement)
             # Values lie apart at first, and are then copied to their buckets' places.
-            kept = {
+            sizes = {
                 "parameters": placed.parameters, "parameters until the first plan": placed.left,
                 "optimizer states": placed.optimizer,
             }  # fmt: skip
-            self._require_room(placement.parameters, kept)
+            self._require_room(placement.parameters, sizes)
         return placement
 
     def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:

@@ -38,7 +38,7 @@ from zerograph.core.instructions import (
     WaitReduce,
 )
 from zerograph.core.machine import Machine, is_disk
-from zerograph.core.param_bytes import kept_states
+from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.core.timeline import Forecast, Interval, Peak, Span, Stream, union
@@ -141,12 +141,12 @@ class Recording:
         del self._profile  # and with it every event
         self._frame, ran, updates = self._instructions(events)
         optimizers = self._optimizers()
-        self._kept = _kept(self._frame.plan, self._params, optimizers)
+        self._state_sizes = _state_sizes(self._frame.plan, self._params, optimizers)
         inside = any(getattr(optimizer, "overlap", False) is True for optimizer in optimizers)
         self._plan = replace(self._frame.plan, overlap="backward") if inside else self._frame.plan
-        program = update_program(self._plan, self._kept)
+        program = update_program(self._plan, self._state_sizes)
         ran += [_Ran(program, program.instructions[0], *times) for times in updates]
-        ran = _without_kept(ran)
+        ran = _without_resident(ran)
         backward = next(r.start for r in ran if r.program.kind == "backward")
         moves = under_way(timings, self._frame.plan, backward)
         self.measured = _measured(ran, moves, list(self._frame.programs.values()))
@@ -162,7 +162,7 @@ class Recording:
 
     def _simulated(self, machine: Machine, measured: Measured | None) -> ProgramForecast:
         programs = [self._frame.programs["forward"], self._frame.programs["backward"]]
-        return forecast_programs(programs, self._plan, machine, kept=self._kept, measured=measured)
+        return forecast_programs(programs, self._plan, machine, state_sizes=self._state_sizes, measured=measured)
 
     def beside_forecast(self) -> RecordedStep:
         """This run, its forecast by the machine's rates, and the one that its own seconds give."""
@@ -240,23 +240,23 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
     return (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _kept(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, int]:
+def _state_sizes(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, int]:
     """Bytes that ``optimizers`` keep of the largest shard of each parameter in their groups, by name: of the tensors of
     its shape, each in its own dtype. Without an optimizer all that train are updated by one that keeps nothing."""
     trained = [p for bucket in plan.buckets for p in bucket.params if p.trainable]
     if not optimizers:
-        return kept_states(trained, plan.world_size, 0)
+        return sizes_of_states(trained, plan.world_size, 0)
     groups = itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
     updated = {id(param) for group in groups for param in group["params"]}
-    kept = {}
+    state_sizes = {}
     for each in trained:
         param = params[each.name]
         if id(param) in updated:
             # A step counter is a scalar: of a scalar parameter it would pass for a moment.
             states = (value for optimizer in optimizers for value in _tensors(optimizer.state.get(param, {})))
             sizes = (value.element_size() for value in states if value.shape == param.shape and param.ndim)
-            kept[each.name] = each.chunk_elements(plan.world_size) * sum(sizes)
-    return kept
+            state_sizes[each.name] = each.chunk_elements(plan.world_size) * sum(sizes)
+    return state_sizes
 
 
 def _measured(ran: Sequence[_Ran], moves: Sequence[UnderWay], programs: Sequence[Program]) -> Measured:
@@ -291,7 +291,7 @@ def _beside(ran: Sequence[_Ran], moves: Sequence[UnderWay]) -> float:
     return length(union([*updates, *moving])) - length(moving)
 
 
-def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:
+def _without_resident(ran: Sequence[_Ran]) -> list[_Ran]:
     """The instructions that ran, but for the gathers of buckets that were whole already."""
     unsharded: set[int] = set()
     moved = []
@@ -303,7 +303,7 @@ def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:
         moved.append(run)
         if isinstance(instruction, WaitGather):
             unsharded.add(instruction.bucket)
-        elif isinstance(instruction, Free) and not instruction.kept:
+        elif isinstance(instruction, Free) and not instruction.resident:
             unsharded.discard(instruction.bucket)
     return moved
 

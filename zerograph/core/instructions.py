@@ -172,7 +172,7 @@ class Gather(_Collective):
 
     Attributes:
         fetched: whether an instruction before it has brought the shards of its bucket to the device.
-        resident: whether the forward has kept the bucket whole for it.
+        resident: whether the bucket is resident from the forward on.
     """
 
     stream = "gather"
@@ -224,10 +224,10 @@ class _BucketWait(_Wait):
 
 @dataclass(frozen=True, slots=True)
 class WaitGather(_BucketWait):
-    """Wait for a gather; ``outs`` are the full parameters, ``kept`` for a later program or not."""
+    """Wait for a gather; ``outs`` are the full parameters, ``resident`` for a later program or not."""
 
     operation = "gather"
-    kept: bool = False
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,15 +250,15 @@ class Free(_Instruction):
     """Let go of a bucket's full parameters.
 
     Attributes:
-        kept: whether the bucket stays resident for a later program.
-        ends: whether it was kept for this one, and no later program finds it.
+        resident: whether the bucket stays resident for a later program.
+        ends: whether it was resident until this one, and no later program finds it.
     """
 
     operation = "free"
     bucket: int
     params: tuple[int, ...]
     dead: tuple[int, ...] = ()
-    kept: bool = False
+    resident: bool = False
     tile: int = 0
     tiles: int = 1
     ends: bool = False

@@ -61,7 +61,7 @@ def reduced_bytes(params: Iterable[Param]) -> int:
     return sum(p.elements * ITEM_SIZE[p.reduce_dtype] * (1 if p.sharded else 2) for p in params)
 
 
-def kept_states(params: Iterable[Param], world_size: int, moments: int) -> dict[str, int]:
+def sizes_of_states(params: Iterable[Param], world_size: int, moments: int) -> dict[str, int]:
     """Bytes that an optimizer keeps of the largest shard of each parameter that it updates, by name, where it is not
     known: ``moments`` tensors of every one that trains."""
     return {p.name: shard_bytes(p, world_size) * moments for p in params if p.trainable}
@@ -70,7 +70,7 @@ def kept_states(params: Iterable[Param], world_size: int, moments: int) -> dict[
 def state_bytes(params: Iterable[Param], world_size: int, moments: int) -> tuple[int, int]:
     """Bytes on the device between steps: those of the shards, and of the optimizer's moments."""
     params = tuple(params)
-    return sum(shard_bytes(p, world_size) for p in params), sum(kept_states(params, world_size, moments).values())
+    return sum(shard_bytes(p, world_size) for p in params), sum(sizes_of_states(params, world_size, moments).values())
 
 
 def update_bytes(param: Param, world_size: int, states: int) -> int:

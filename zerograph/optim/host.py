@@ -410,9 +410,9 @@ class HostOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        kept = ("master", "moments", "skip_nonfinite", "overlap", "delayed")
+        pickled = ("master", "moments", "skip_nonfinite", "overlap", "delayed")
         read = {"_skipped": self.skipped, "_skipped_there": None, "_grad_norm": self.grad_norm}
-        return super().__getstate__() | {name: getattr(self, name) for name in kept} | read
+        return super().__getstate__() | {name: getattr(self, name) for name in pickled} | read
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

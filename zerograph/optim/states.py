@@ -76,7 +76,7 @@ class States:
     ) -> Member:
         """The parameter's state, made where it is missing and brought back, in the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
-        place, (copy, streamed, through) = places.get(id(param)), _kept_of(param, store)
+        place, (copy, streamed, through) = places.get(id(param)), _copies_of(param, store)
         if not local.numel() or not (slots or streamed or self._has_master(param)):
             place = None  # nothing to stream
         # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
@@ -146,7 +146,9 @@ class States:
         return moments
 
 
-def _kept_of(param: Tensor, store: ShardStore | None) -> tuple[Tensor | None, tuple[tuple[str, torch.dtype], ...], str]:
+def _copies_of(
+    param: Tensor, store: ShardStore | None
+) -> tuple[Tensor | None, tuple[tuple[str, torch.dtype], ...], str]:
     """The copy gathered in place of ``param``, its tensors on NVMe, and its name if it is updated elsewhere."""
     if store is None:
         return None, (), ""

@@ -115,7 +115,7 @@ class Stream:
             for part, slots in stored
             for member in part.members
             if _place(member).block is block
-            for kind in _kept(member, part, slots)
+            for kind in _stored(member, part, slots)
         )
         if store.gradients.spills or store.gradients.stay(block):
             wanted[GRADIENT, block.dtype] = None
@@ -129,9 +129,9 @@ class Stream:
             slot = ring[len(self._chunks) % len(ring)]
             works = list(self._works(stored, block, begin, end, slot, kinds))
             if works:
-                kept = [kind for kind in kinds.values() if kind.extent is not None]
+                on_disk = [kind for kind in kinds.values() if kind.extent is not None]
                 own, gradient = (kinds.get((name, block.dtype)) for name in (PARAMETER, GRADIENT))
-                self._chunks.append(_StoredChunk(block, slot, begin, end, kept, own, gradient, works))
+                self._chunks.append(_StoredChunk(block, slot, begin, end, on_disk, own, gradient, works))
 
     def _works(
         self,
@@ -152,7 +152,7 @@ class Stream:
             places = [_place(m).begin + piece.first - begin for m, piece in pairs]
             here = {
                 name: [slot.data_ptr() + kinds[name, dtype].at + at * dtype.itemsize for at in places]
-                for name, dtype in _kept(first, part, slots)
+                for name, dtype in _stored(first, part, slots)
             }
             # What is updated, a master or the parameter, passes through the slot where it is on NVMe; what follows it
             # is written behind it.
@@ -391,7 +391,7 @@ def _pieces(members: Sequence[Member], block: Block, begin: int, end: int) -> It
                 yield _StoredPiece(index, first - place.begin, size)
 
 
-def _kept(member: Member, part: Part, slots: Sequence[str]) -> Iterator[tuple[str, torch.dtype]]:
+def _stored(member: Member, part: Part, slots: Sequence[str]) -> Iterator[tuple[str, torch.dtype]]:
     """The tensors of a member on NVMe, by name and dtype, which each update writes there."""
     yield from ((slot, state.dtype) for slot, state in zip(slots, member.states, strict=True))
     if part.mastered:

@@ -60,19 +60,19 @@ class ShardedModule:
         if name in self._zg_specs:
             if param is owned.get(name):
                 return  # as who ties weights again sets them
-            raise _kept(self._zg_specs[name].name, "replaced")
+            raise _refusal(self._zg_specs[name].name, "replaced")
         for attribute, spec in self._zg_specs.items():
             if attribute not in owned:
-                raise _kept(spec.name, "removed")
+                raise _refusal(spec.name, "removed")
             if param is not None and owned[attribute] is param:
-                raise _kept(spec.name, f"kept as {name} instead")
+                raise _refusal(spec.name, f"kept as {name} instead")
         if self._zg_specs and isinstance(param, Tensor) and not isinstance(param, nn.Parameter):
-            raise _kept(" or ".join(spec.name for spec in self._zg_specs.values()), f"kept as {name} instead")
+            raise _refusal(" or ".join(spec.name for spec in self._zg_specs.values()), f"kept as {name} instead")
         super().register_parameter(name, param)  # type: ignore[misc]
 
     def __delattr__(self, name: str) -> None:
         if name in self._zg_specs:
-            raise _kept(self._zg_specs[name].name, "removed")
+            raise _refusal(self._zg_specs[name].name, "removed")
         super().__delattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -132,7 +132,7 @@ class ShardedModule:
             move_to_one_mesh(self._parameters[name])  # type: ignore[attr-defined]
 
 
-def _kept(name: str, done: str) -> ShardingError:
+def _refusal(name: str, done: str) -> ShardingError:
     return ShardingError(
         f"parameter {name} is sharded and cannot be {done}",
         "replace, prune or parametrize it before the model is sharded; "

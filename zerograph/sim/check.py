@@ -74,7 +74,7 @@ class _Check:
         self.alive: set[int] = set()  # registers that are written and not dead
         self.dead: set[int] = set()
         self.unsharded: set[tuple[int, int]] = set()
-        self.kept: set[tuple[int, int]] = set()  # those that stay resident for a later program
+        self.resident: set[tuple[int, int]] = set()  # those that stay resident for a later program
         self.keeps: dict[tuple[int, int], bool] = {}  # whether the last wait for it said so
 
     def program(self, program: Program) -> Iterator[Wrong]:
@@ -129,25 +129,25 @@ class _Check:
             case Gather():
                 part = instruction.bucket, instruction.tile
                 # The executor skips the gather of a bucket that stays whole; its graph has it all the same.
-                if part in self.unsharded and part not in self.kept:
+                if part in self.unsharded and part not in self.resident:
                     yield "begins while it is whole"
                 self.unsharded.add(part)
             case WaitGather():
                 part = instruction.bucket, instruction.tile
                 if part not in self.unsharded:
                     yield "is waited for, and has not begun"
-                self.keeps[part] = instruction.kept
+                self.keeps[part] = instruction.resident
             case Free():
                 part = instruction.bucket, instruction.tile
                 if part not in self.unsharded:
                     yield "is let go of, and is not whole"
-                kept, ends = instruction.kept, instruction.ends
-                if kept != self.keeps.pop(part, kept) or (kept and ends):
+                resident, ends = instruction.resident, instruction.ends
+                if resident != self.keeps.pop(part, resident) or (resident and ends):
                     yield "is kept by one instruction and let go of by another"
-                if kept:
-                    self.kept.add(part)
+                if resident:
+                    self.resident.add(part)
                 else:
-                    self.kept.discard(part)
+                    self.resident.discard(part)
                     self.unsharded.discard(part)
             case _:
                 pass

@@ -320,7 +320,7 @@ def _tiles(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
             if now > ahead[each.bucket] + 1:
                 text = f"makes {now} tiles whole at a time, {ahead[each.bucket] + 1} may be"
                 yield Wrong.at("tiles ahead", program, place, text)
-        elif isinstance(each, Free) and not each.kept:
+        elif isinstance(each, Free) and not each.resident:
             unsharded.discard((each.bucket, each.tile))
 
 

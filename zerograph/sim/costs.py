@@ -69,7 +69,7 @@ class Fact(NamedTuple):
     gives: TierBytes
     part: tuple[int, int]  # of a gather, its wait and a free: bucket and tile
     slot: int | None
-    kept: bool
+    resident: bool
     ends: bool
     replaced: int  # bytes of what dies in it that are free from its start
 
@@ -119,7 +119,7 @@ class Costs:
         fact = Fact(
             instruction, role, instruction.stream or "compute", seconds, reads, writes,
             tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),
-            key, place, isinstance(instruction, Free) and instruction.kept,
+            key, place, isinstance(instruction, Free) and instruction.resident,
             isinstance(instruction, Free) and instruction.ends, replaced,
         )  # fmt: skip
         self.known[id(instruction)] = fact

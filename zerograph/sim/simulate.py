@@ -130,7 +130,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 events[content.tier].append((0.0, -1, begin, content.bytes))
         for each in program.instructions:
             fact = known.get(id(each)) or costs.learn(each, program)
-            instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, kept, over, replaced = fact
+            instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, resident, over, replaced = fact
             if role == WAIT:
                 task = ready[reads[0]]
                 waits.append(task)
@@ -151,7 +151,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                         events[tier].append((ends[read], 2 * read + 1, read, -size))
                 continue
             if role == FREE:
-                gathered = None if kept else unsharded.pop(part, None)
+                gathered = None if resident else unsharded.pop(part, None)
                 if gathered is not None:
                     if cells is not None:
                         # Where nothing has computed yet, the first task stands in.

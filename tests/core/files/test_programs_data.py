@@ -39,7 +39,7 @@ FORWARD = Program(
     (
         Gather(0, PARAMS, (0,), 1), WaitGather(1, (2,), (1,), bucket=0),
         Compute(0, (2,), (3,), module="m", source="m.py:1"),
-        View(3, 1, 0, 2, 4), Place((1,), 1, True, shape=(-1, 4)), Free(0, (2,), (2,), kept=True),
+        View(3, 1, 0, 2, 4), Place((1,), 1, True, shape=(-1, 4)), Free(0, (2,), (2,), resident=True),
     ),
     (3, None), (Segment("d", 2, 5, memory=SegmentProfile((4, 6), (0, 1), 2, {0: 1, 3: 0})),), CONTENTS, ("bucket",),
 )  # fmt: skip

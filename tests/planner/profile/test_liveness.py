@@ -45,7 +45,7 @@ def names(step: Step, mode: Mode) -> set[str]:
 
 @pytest.mark.parametrize("mode", ["auto", "full"])
 @pytest.mark.parametrize(
-    ("logits", "returned", "kept"),
+    ("logits", "returned", "to_save"),
     [
         (1000, False, {"shifted"}),
         (1000, True, {"logits", "most"}),  # the user holds them
@@ -54,10 +54,10 @@ def names(step: Step, mode: Mode) -> set[str]:
         (2000, False, {"shifted"}),
     ],
 )
-def test_a_loss_saves_what_takes_less(logits: int, returned: bool, kept: set[str], mode: Mode) -> None:
+def test_a_loss_saves_what_takes_less(logits: int, returned: bool, to_save: set[str], mode: Mode) -> None:
     step = loss_of(logits)
     outputs = ("loss", "logits") if returned else ("loss",)
-    assert names(replace(step, outputs=outputs), mode) == kept
+    assert names(replace(step, outputs=outputs), mode) == to_save
 
 
 def test_what_runs_again_comes_before_its_reader() -> None:

@@ -15,7 +15,7 @@ import zerograph
 from zerograph.core.files.runfile import Measured, move_key
 from zerograph.core.instructions import Move, Reduce
 from zerograph.core.machine import machine_named
-from zerograph.core.param_bytes import kept_states, shard_bytes
+from zerograph.core.param_bytes import shard_bytes, sizes_of_states
 from zerograph.core.plan import Placement
 from zerograph.core.program import Program
 from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs
@@ -168,7 +168,9 @@ def test_nothing_is_wrong_with_the_programs(stage: int) -> None:
     _, backend = seen(stage)
     programs = [backend.program["forward"], backend.program["backward"]]
     params = [p for bucket in backend.plan.buckets for p in bucket.params]
-    assert check_programs([*programs, update_program(backend.plan, kept_states(params, WORLD, 2))], backend.plan) == []
+    assert (
+        check_programs([*programs, update_program(backend.plan, sizes_of_states(params, WORLD, 2))], backend.plan) == []
+    )
     again = [replace(p, instructions=[s for s in p.instructions if not isinstance(s, Reduce)]) for p in programs]
     assert any(
         "which is not there" in str(wrong) or "reduced 0 times" in str(wrong)
@@ -182,10 +184,10 @@ def test_states_on_the_host_pass_through_the_device_to_be_updated_there() -> Non
     offloaded = tuple(replace(b, placement=Placement("device", "host", "host")) for b in backend.plan.buckets)
     plan = replace(backend.plan, buckets=offloaded, update="device")
     params = [p for bucket in plan.buckets for p in bucket.params]
-    kept, masters = kept_states(params, WORLD, 2), sum(shard_bytes(p, WORLD) for p in params)
-    update = update_program(plan, kept, Rates(machine, WORLD, "float32"))
+    state_sizes, masters = sizes_of_states(params, WORLD, 2), sum(shard_bytes(p, WORLD) for p in params)
+    update = update_program(plan, state_sizes, Rates(machine, WORLD, "float32"))
     moved = bytes_moved(update)
-    states = sum(kept.values()) + masters
+    states = sum(state_sizes.values()) + masters
     assert moved == {"fetch": states + masters, "spill": states}  # gradients come too, and do not go back
     programs = [backend.program["forward"], backend.program["backward"]]
     here, there = (forecast_programs(programs, replace(plan, update=where), machine) for where in ("device", "host"))
@@ -201,17 +203,17 @@ def test_states_on_nvme_are_read_updated_and_written_bucket_by_bucket() -> None:
     plan, machine = backend.plan, machine_named("cpu")
     there = replace(plan, buckets=tuple(replace(b, placement=Placement(optimizer="nvme")) for b in plan.buckets))
     programs = [backend.program["forward"], backend.program["backward"]]
-    kept = kept_states([p for bucket in plan.buckets for p in bucket.params], WORLD, 2)
-    update = update_program(there, kept, Rates(machine, WORLD, "float32"))
+    state_sizes = sizes_of_states([p for bucket in plan.buckets for p in bucket.params], WORLD, 2)
+    update = update_program(there, state_sizes, Rates(machine, WORLD, "float32"))
     moved = bytes_moved(update)
     assert moved == {
-        "read": sum(kept.values()),
-        "write": sum(kept.values()),
+        "read": sum(state_sizes.values()),
+        "write": sum(state_sizes.values()),
     }  # parameters stay: they are no masters of 16 bits
-    assert len(update_program(there, kept).instructions) == 1
+    assert len(update_program(there, state_sizes).instructions) == 1
     offloaded = forecast_programs(programs, there, machine)
     assert {"nvme_read", "cpu_update", "nvme_write"} <= {span.stream for span in offloaded.forecast.spans}
-    assert offloaded.forecast.peaks["nvme"].bytes == sum(kept.values())
+    assert offloaded.forecast.peaks["nvme"].bytes == sum(state_sizes.values())
     measured = Measured(moves={move_key("update", "states", bucket.index, ""): 1.0 for bucket in plan.buckets})
     slow = forecast_programs(programs, there, machine, measured=measured).forecast
     assert slow.seconds > sum(span.stream == "cpu_update" for span in slow.spans) >= LAYERS

@@ -13,7 +13,7 @@ from ranks import run
 from zerograph.core.instructions import Compute, Free, Gather, Instruction, Reduce, WaitGather, WaitReduce
 from zerograph.core.program import Program, Segment
 from zerograph.core.step import Param
-from zerograph.planner.programs.process_memory import FRAGMENTATION, PER_OPERATOR, resident, transport_bytes
+from zerograph.planner.programs.process_memory import FRAGMENTATION, PER_OPERATOR, process_growth, transport_bytes
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.shared_memory import open_shared_memory
 
@@ -81,22 +81,22 @@ def test_a_block_is_used_again_once_peers_have_gone_on() -> None:
 
 def test_what_is_resident_is_not_gathered_again() -> None:
     """Stage 1: the backward's gathers, two at a time here, find what the forward left."""
-    for kept, blocks in ((True, 1), (False, 2)):
+    for resident, blocks in ((True, 1), (False, 2)):
         forward = program(
             "forward",
-            *(gather(0, 0), WaitGather(0, (), bucket=0), COMPUTE, Free(0, (), kept=kept)),
-            *(gather(1, 1), WaitGather(1, (), bucket=1), COMPUTE, Free(1, (), kept=kept)),
+            *(gather(0, 0), WaitGather(0, (), bucket=0), COMPUTE, Free(0, (), resident=resident)),
+            *(gather(1, 1), WaitGather(1, (), bucket=1), COMPUTE, Free(1, (), resident=resident)),
         )
         waits = (WaitGather(0, (), bucket=0), WaitGather(1, (), bucket=1))
         backward = program("backward", gather(0, 0), gather(1, 1), *waits, COMPUTE, Free(0, ()), Free(1, ()))
-        assert transport_bytes([forward, backward], 2) == 2 * (blocks * BLOCK + CONTROL), kept
+        assert transport_bytes([forward, backward], 2) == 2 * (blocks * BLOCK + CONTROL), resident
 
 
 def test_all_parts_are_in_the_sum() -> None:
     """Operators count as often as their segment runs: each was traced."""
     few = program("forward", COMPUTE, segments=[Segment("a", operators=7)])
     many = replace(few, instructions=few.instructions * 3)
-    one, three = (resident([p], 1000 * 2**20, 2) for p in (few, many))
+    one, three = (process_growth([p], 1000 * 2**20, 2) for p in (few, many))
     assert three.compilers - one.compilers == 14 * PER_OPERATOR > 0
     assert three.bytes == three.peak + three.transport + three.compilers + three.allocator
     assert three.allocator == int(FRAGMENTATION * three.peak) > 0

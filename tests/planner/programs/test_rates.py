@@ -11,7 +11,7 @@ import pytest
 
 from zerograph.core.instructions import Accumulate, Compute, Gather, Move, Reduce
 from zerograph.core.machine import Link, Tier, machine_named
-from zerograph.core.param_bytes import gathered_bytes, kept_states, reduced_bytes
+from zerograph.core.param_bytes import gathered_bytes, reduced_bytes, sizes_of_states
 from zerograph.core.program import Segment
 from zerograph.core.step import Param
 from zerograph.planner.programs.rates import Rates
@@ -47,9 +47,9 @@ def test_nothing_is_gathered_of_what_every_rank_holds_as_kernels_read_it() -> No
     assert gathered_bytes((replace(unsharded, compute_dtype="bfloat16"), WEIGHT), WORLD) == (2 + 4) * WEIGHT.elements
 
 
-def test_states_are_kept_of_what_trains() -> None:
+def test_sizes_of_states_are_of_what_trains() -> None:
     frozen = replace(WEIGHT, name="frozen", trainable=False)
-    assert kept_states([WEIGHT, frozen], WORLD, 2) == {"weight": 2 * 4 * WEIGHT.elements // WORLD}
+    assert sizes_of_states([WEIGHT, frozen], WORLD, 2) == {"weight": 2 * 4 * WEIGHT.elements // WORLD}
 
 
 def test_states_that_an_update_reads_and_writes_share_the_disk() -> None:

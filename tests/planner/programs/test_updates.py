@@ -186,10 +186,10 @@ def test_updates_that_are_lost_or_elsewhere_are_found(placement: Placement, over
 def test_what_an_update_wrote_is_offloaded(placement: Placement) -> None:
     scheduler, plan = plan_of(placement, "none")
     *before, update = snapshot(coarse_programs(scheduler, plan))
-    kept = [
+    remaining = [
         each for each in update.instructions if not isinstance(each, Move) or (each.rises and each.what == "states")
     ]
-    found = check_programs([*before, replace(update, instructions=kept)], plan)
+    found = check_programs([*before, replace(update, instructions=remaining)], plan)
     nowhere = any("which goes nowhere" in wrong.message for wrong in found if wrong.check == "updates")
     assert nowhere == (placement != GRADIENTS)  # there it is written in place
 
@@ -331,9 +331,9 @@ def test_a_program_gets_the_updates_that_its_backward_begins(tier: Tier) -> None
     begins = [BeginUpdate(i) for i in (0, 1)]
     instructions = (*reduces, *([leaves] if tier == "nvme" else ()), *begins)
     backward = Program("backward", 2, 4, instructions, (2, 3), (), contents, ("layers.0", "layers.1"))
-    kept, rates = {"a.weight": 2 * 64 * 32 * 4}, Rates(machine_named("cpu"), 2, "float32")
+    state_sizes, rates = {"a.weight": 2 * 64 * 32 * 4}, Rates(machine_named("cpu"), 2, "float32")
 
-    program, inside = with_updates_inside(backward, plan, kept, rates)
+    program, inside = with_updates_inside(backward, plan, state_sizes, rates)
     assert inside == (1,)  # states on the device are updated behind the backward
     assert [each.operation for each in program.instructions] == [
         "reduce", "reduce", "update", "read", "update", "write", "update",
@@ -341,9 +341,9 @@ def test_a_program_gets_the_updates_that_its_backward_begins(tier: Tier) -> None
     update = next(each for each in program.instructions if isinstance(each, HostUpdate))
     assert 3 in update.reads and 3 in update.dead
     assert max(r for each in program.instructions for r in (*each.reads, *each.writes)) < program.registers
-    behind = update_program(plan, kept, rates, program, inside)
+    behind = update_program(plan, state_sizes, rates, program, inside)
     assert [each.buckets for each in behind.instructions if isinstance(each, Update)] == [(0,)]
     assert not [each for each in behind.instructions if isinstance(each, HostUpdate)]
     # An optimizer without overlap leaves the program as it is.
-    same, none = with_updates_inside(backward, replace(plan, overlap="none"), kept, rates)
+    same, none = with_updates_inside(backward, replace(plan, overlap="none"), state_sizes, rates)
     assert none == () and same.instructions == backward.instructions

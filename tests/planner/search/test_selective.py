@@ -72,8 +72,8 @@ def test_stops_are_parts_of_each_other_and_save_what_they_say(layers: list[Layer
         for names in found:
             assert {layer_of_activation(name) for name in names} == {layer}
             assert names < all_of
-            kept = saved(graph, "full", names).until
-            inside = {graph.activation[graph.maker[value]] for value in kept} - set(_leaving(graph))
+            saved_until = saved(graph, "full", names).until
+            inside = {graph.activation[graph.maker[value]] for value in saved_until} - set(_leaving(graph))
             assert {name for name in inside if layer_of_activation(name)} == names
         assert all(less < more for less, more in pairwise(found))
 

@@ -115,7 +115,7 @@ def test_a_forward_gathers_computes_and_frees() -> None:
 def test_a_bucket_that_stays_resident_is_gathered_once_for_forward_and_backward() -> None:
     """And again for the next forward: nothing tells whether the shards changed."""
     gather, wait, compute, free = FORWARD.instructions
-    kept = [gather, dataclasses.replace(wait, kept=True), compute, dataclasses.replace(free, kept=True)]  # type: ignore[call-arg, type-var]
+    kept = [gather, dataclasses.replace(wait, resident=True), compute, dataclasses.replace(free, resident=True)]  # type: ignore[call-arg, type-var]
     forward, comm = executor(dataclasses.replace(FORWARD, instructions=kept), _multiply)
     backward = Executor(dataclasses.replace(forward.program, kind="backward"), [_multiply], forward.runtime)
     for gathers in (1, 2):

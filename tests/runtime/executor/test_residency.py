@@ -85,7 +85,7 @@ def test_a_step_a_failure_and_ranks_that_met_again_make_it_stale(made: Made) -> 
         assert cache.lookup(0, (W, V)) is None
 
 
-def test_an_inference_keeps_nothing_and_reads_what_is_kept(made: Made) -> None:
+def test_an_inference_keeps_nothing_and_reads_what_is_resident(made: Made) -> None:
     cache, _, accumulation, comm = made
     assert gather(cache, "inference")
     assert cache.bytes == 0
@@ -93,7 +93,7 @@ def test_an_inference_keeps_nothing_and_reads_what_is_kept(made: Made) -> None:
         assert gather(cache, "forward") and not gather(cache, "inference")
 
 
-def test_a_part_of_a_bucket_is_kept_as_that(made: Made) -> None:
+def test_a_part_of_a_bucket_is_resident_as_that(made: Made) -> None:
     """A backward may read fewer parameters than the forward gathered, or more."""
     cache, *_ = made
     cache.enter("forward")

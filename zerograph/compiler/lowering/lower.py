@@ -199,13 +199,13 @@ class _Lowering:
                     self.shared[out] = self.shared.get(shards[0], out)
                 self.bytes[out] = gathered_bytes(filled, self.plan.world_size)
             case ops.WAIT_GATHER:
-                pending, kept = self.registers[node.args[0]], stays_resident(self._residency(info), self.kind)  # type: ignore[index]
-                instruction = WaitGather(pending, outs, bucket=info.bucket, **_tile(info), kept=kept)
+                pending, resident = self.registers[node.args[0]], stays_resident(self._residency(info), self.kind)  # type: ignore[index]
+                instruction = WaitGather(pending, outs, bucket=info.bucket, **_tile(info), resident=resident)
             case ops.FREE:
                 # The graph frees every bucket after its last use; by residency it then stays for a later program.
-                kept = stays_resident(self._residency(info), self.kind)
+                resident = stays_resident(self._residency(info), self.kind)
                 ends = ends_resident(self._residency(info), self.kind)
-                instruction = Free(info.bucket, self._regs(node.args[0]), kept=kept, **_tile(info), ends=ends)
+                instruction = Free(info.bucket, self._regs(node.args[0]), resident=resident, **_tile(info), ends=ends)
             case ops.REDUCE:
                 size, grads = reduced_bytes(info.params), self._regs(node.args[0])
                 instruction = Reduce(info.bucket, info.params, grads, self._register(node), bytes=size, **_tile(info))

@@ -15,7 +15,7 @@ from zerograph.core.files.planfile import Holding
 from zerograph.core.garbage import without_gc
 from zerograph.core.instructions import Collective, WaitGather, WaitReduce
 from zerograph.core.machine import TIERS, Machine, Tier, offload_tier
-from zerograph.core.param_bytes import kept_states, shard_bytes
+from zerograph.core.param_bytes import shard_bytes, sizes_of_states
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.program import Program
 from zerograph.core.slots import SLOTS
@@ -179,7 +179,7 @@ def _planned(preset: Preset, layers: int) -> tuple[Scheduler, Plan, tuple[Holdin
     moments = training.moments(sharded and (stage < 3 or placement.parameters != placement.optimizer))
     scheduler = _scheduler(replace(preset, strategy=Strategy(0, tiles=strategy.tiles)), layers, sharded, moments)
     held = (
-        *between_steps(plan, kept_states(step.params, world, moments), scheduler.rates.staging),
+        *between_steps(plan, sizes_of_states(step.params, world, moments), scheduler.rates.staging),
         *_added(preset, plan),
     )
     return scheduler, plan, held

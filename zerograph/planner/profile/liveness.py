@@ -114,11 +114,11 @@ def saved(graph: Graph, mode: Mode, saved_set: Set[str] = frozenset()) -> Saved:
         if forced[i] and value in first:
             _need(graph.reads[i], first, last, first[value], last[value])
     materialized = _read_by_products(graph)
-    kept, there = _kept(graph, mode, forced, first, materialized, frozenset())
-    if mode != "none" and (instead := _smaller(graph, mode, kept, there, materialized)):
-        kept, _ = _kept(graph, mode, forced, first, materialized, instead)
+    to_save, there = _to_save(graph, mode, forced, first, materialized, frozenset())
+    if mode != "none" and (instead := _smaller(graph, mode, to_save, there, materialized)):
+        to_save, _ = _to_save(graph, mode, forced, first, materialized, instead)
     # The readers anew: above they were spread through forced operations only.
-    return _resolve(graph, kept, *_readers(graph))
+    return _resolve(graph, to_save, *_readers(graph))
 
 
 def _readers(graph: Graph) -> tuple[dict[int, int], dict[int, int]]:
@@ -148,27 +148,27 @@ def _is_forced(graph: Graph, i: int, mode: Mode, saved_set: Set[str]) -> bool:
     return inside and graph.activation[i] not in saved_set
 
 
-def _kept(
+def _to_save(
     graph: Graph, mode: Mode, forced: Sequence[bool], wanted: dict[int, int], materialized: Set[int], given: Set[int]
 ) -> tuple[set[int], list[bool]]:
     """The memory that the forward saves, ``given`` with it, and of each value whether the backward has it then."""
-    kept: set[int] = {*given}
+    to_save: set[int] = {*given}
     there = [maker < 0 or bool(params) for maker, params in zip(graph.maker, graph.params, strict=True)]
     for i in range(graph.backward):
         value = graph.writes[i]
         owner = graph.owner[value]
-        if there[value] or owner in kept or (forced[i] and value in wanted):
+        if there[value] or owner in to_save or (forced[i] and value in wanted):
             there[value] = True
         elif value not in materialized and _is_repeated_freely(graph, i, mode):
             there[value] = all(there[r] for r in graph.reads[i])
         if value in wanted and not there[value]:
             there[value] = True
-            kept.add(owner)
-    return kept, there
+            to_save.add(owner)
+    return to_save, there
 
 
-def _smaller(graph: Graph, mode: Mode, kept: Set[int], there: Sequence[bool], materialized: Set[int]) -> set[int]:
-    """The values saved in the place of others of ``kept``, which are cheap to compute from them and take more.
+def _smaller(graph: Graph, mode: Mode, to_save: Set[int], there: Sequence[bool], materialized: Set[int]) -> set[int]:
+    """The values saved in the place of others of ``to_save``, which are cheap to compute from them and take more.
 
     A loss makes values as large as the logits. Where the model returns logits these are there anyway, and in 16 bits
     they take half as much. Values that layers save are left as they are: sources of one value are those of others, too.
@@ -178,9 +178,9 @@ def _smaller(graph: Graph, mode: Mode, kept: Set[int], there: Sequence[bool], ma
     def is_free(i: int) -> bool:
         return graph.writes[i] not in materialized and _is_repeated_freely(graph, i, mode)
 
-    for value in sorted(v for v in kept - graph.outputs if graph.maker[v] >= 0 and not graph.layer[graph.maker[v]]):
+    for value in sorted(v for v in to_save - graph.outputs if graph.maker[v] >= 0 and not graph.layer[graph.maker[v]]):
         sources = _sources(graph, value, is_free, there)
-        new = sources - kept - found - graph.outputs
+        new = sources - to_save - found - graph.outputs
         if (
             value not in sources
             and all(graph.size[source] for source in sources)
@@ -221,7 +221,7 @@ def _is_repeated_freely(graph: Graph, i: int, mode: Mode) -> bool:
     return mode == "full" and graph.ops[i].cheap and not graph.layer[i]  # what leaves a layer is saved
 
 
-def _resolve(graph: Graph, kept: set[int], first: dict[int, int], last: dict[int, int]) -> Saved:
+def _resolve(graph: Graph, to_save: set[int], first: dict[int, int], last: dict[int, int]) -> Saved:
     """Follow what the backward needs through what is repeated, back to what is kept."""
     since: dict[int, int] = {}
     until: dict[int, int] = {}
@@ -231,7 +231,7 @@ def _resolve(graph: Graph, kept: set[int], first: dict[int, int], last: dict[int
         if value not in first:
             continue
         owner = graph.owner[value]
-        if owner in kept:
+        if owner in to_save:
             since[owner] = min(since.get(owner, first[value]), first[value])
             until[owner] = max(until.get(owner, 0), last[value])
             continue

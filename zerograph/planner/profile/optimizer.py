@@ -37,12 +37,12 @@ def with_updates(step: Step, world_size: int, moments: int) -> Step:
     ops, made = [], [values.get(value.name, value) for value in step.values]
     for param in (p for p in step.params if p.trainable):
         size, shard = shard_bytes(param, world_size), shards.get(param.name, "")
-        kept = size * moments
-        states, written = list(_states(param, kept)), [Value(f"updated {param.name}", size, "param", shard)]
+        state_size = size * moments
+        states, written = list(_states(param, state_size)), [Value(f"updated {param.name}", size, "param", shard)]
         written += [Value(f"updated {s.name}", s.bytes, "state", s.name) for s in states]
         reads = (*([shard] if shard else []), *gradients.get(param.name, ()), *(s.name for s in states))
         made += [*states, *written]
-        ops.append(_update(param, reads, tuple(v.name for v in written), update_bytes(param, world_size, kept)))
+        ops.append(_update(param, reads, tuple(v.name for v in written), update_bytes(param, world_size, state_size)))
     return replace(step, ops=(*step.ops, *ops), values=tuple(made))
 
 

@@ -215,23 +215,23 @@ def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], cross
     for i, value in enumerate(graph.writes):
         if not graph.size[value] or value in crossing.gradients or not _is_memory(graph, value):
             continue
-        kept = tuple(
+        saved_values = tuple(
             (option, region_of[s.since[value]], region_of[s.until[value]])
             for option, s in enumerate(found)
             if value in s.until
         )
         returned = value in graph.outputs
-        if kept or returned or value in crossing.until:
+        if saved_values or returned or value in crossing.until:
             read = None if returned else crossing.until.get(value, region_of[i])
-            activation = graph.activation[i] if kept and graph.layer[i] else ""
+            activation = graph.activation[i] if saved_values and graph.layer[i] else ""
             # Values with the same life are one: a layer saves hundreds, and the search moves each life about.
-            alike.setdefault((region_of[i], activation, read, kept), []).append(i)
+            alike.setdefault((region_of[i], activation, read, saved_values), []).append(i)
     lives = []
-    for (start, activation, read, kept), members in alike.items():
+    for (start, activation, read, saved_values), members in alike.items():
         sizes = [graph.size[graph.writes[i]] for i in members]
         largest = graph.ops[members[sizes.index(max(sizes))]]
-        saved = {option: until for option, _, until in kept}
-        needed = {option: since for option, since, _ in kept}
+        saved = {option: until for option, _, until in saved_values}
+        needed = {option: since for option, since, _ in saved_values}
         values = tuple(zip((graph.writes[i] for i in members), sizes, strict=True))
         lives.append(Life(largest.name, largest.source, activation, sum(sizes), values, start, read, saved, needed))
     return (*lives, *_gradients_of_outputs(graph, region_of))
@@ -266,18 +266,18 @@ def _region(graph: Graph, span: tuple[int, int], found: Sequence[Saved], crossin
     return Region(first.phase, layer, module, source, work, tiles)
 
 
-def _sequence(graph: Graph, begin: int, end: int, kept: Saved) -> list[int]:
+def _sequence(graph: Graph, begin: int, end: int, saved_values: Saved) -> list[int]:
     """The operations that run in a region, each after what it needs again of the forward."""
     if begin < graph.backward:
         return list(range(begin, end))
     # Right before its first reader, where torch's partitioner puts it (`reordering_to_mimic_autograd_engine`).
-    return [k for i in range(begin, end) for k in (*kept.repeats.get(i, ()), i)]
+    return [k for i in range(begin, end) for k in (*saved_values.repeats.get(i, ()), i)]
 
 
-def _work(graph: Graph, sequence: Sequence[int], kept: Saved, crossing: _Crossing) -> Work:
+def _work(graph: Graph, sequence: Sequence[int], saved_values: Saved, crossing: _Crossing) -> Work:
     made = {graph.writes[i] for i in sequence}
     backward = sequence[-1] >= graph.backward
-    stays = {v for v in made if _stays(graph, v, backward, kept, crossing)}
+    stays = {v for v in made if _stays(graph, v, backward, saved_values, crossing)}
     # What fuses has no traffic of its own: together it reads what comes from outside or from kernels, and writes what
     # stays and what products read (graph.costs.moved_bytes).
     fused = {graph.writes[i] for i in sequence if crossing.fuses[i]}
@@ -304,12 +304,12 @@ def _fuses(graph: Graph, i: int) -> bool:
     return not any(graph.ops[k].moved for k in (i, *tuples))
 
 
-def _stays(graph: Graph, value: int, backward: bool, kept: Saved, crossing: _Crossing) -> bool:
+def _stays(graph: Graph, value: int, backward: bool, saved_values: Saved, crossing: _Crossing) -> bool:
     """Whether ``value``, made in a region of the phase given, outlives the region."""
     if backward and graph.maker[value] < graph.backward:
         return False  # it is made again, for this region alone
     leaves = value in crossing.until or value in crossing.gradients or value in graph.outputs
-    return leaves or value in kept.until
+    return leaves or value in saved_values.until
 
 
 def _atoms(graph: Graph, sequence: Sequence[int], outside: int, crossing: _Crossing) -> Iterator[Atom]:

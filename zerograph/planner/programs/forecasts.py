@@ -9,7 +9,7 @@ from functools import partial
 from zerograph.core.files.planfile import Holding
 from zerograph.core.files.runfile import Measured
 from zerograph.core.machine import Machine, is_disk
-from zerograph.core.param_bytes import kept_states
+from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.core.step import Kind
@@ -17,7 +17,7 @@ from zerograph.core.timeline import NOT_COUNTED, Forecast
 from zerograph.planner.profile.regions import Life, Profile
 from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.placement import between_steps
-from zerograph.planner.programs.process_memory import Resident, resident
+from zerograph.planner.programs.process_memory import Resident, process_growth
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.updates import update_program, with_updates_inside
@@ -40,30 +40,32 @@ def forecast_programs(
     machine: Machine,
     *,
     moments: int = 2,
-    kept: Mapping[str, int] | None = None,
+    state_sizes: Mapping[str, int] | None = None,
     measured: Measured | None = None,
 ) -> ProgramForecast:
     """Simulate ``programs`` (forward and backward of one frame, or one inference) on one rank of ``machine``.
 
     Args:
         moments: float tensors that the optimizer keeps per parameter that trains: 2 for Adam, 0 for plain SGD.
-        kept: where the optimizer is known, bytes that it keeps of each parameter that it updates, by name.
+        state_sizes: where the optimizer is known, bytes that it keeps of each parameter that it updates, by name.
         measured: seconds that replace those that follow from the machine's rates.
     """
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
-    kept = _kept(plan, moments) if kept is None else kept
-    states = tuple(between_steps(plan, kept, rates.staging))
+    state_sizes = _state_sizes(plan, moments) if state_sizes is None else state_sizes
+    states = tuple(between_steps(plan, state_sizes, rates.staging))
     step, last = tuple(programs), programs[-1]
     if last.kind == "backward":
         # Of states in memory a recording has one number for all that an update does.
         modelled = measured is None or any(is_disk(bucket.placement.optimizer) for bucket in plan.buckets)
         inside: tuple[int, ...] = ()
         if modelled and plan.overlap == "backward":
-            last, inside = with_updates_inside(last, plan, kept, rates)
-        step = (*step[:-1], last, update_program(plan, kept, rates if modelled else None, last, inside))
+            last, inside = with_updates_inside(last, plan, state_sizes, rates)
+        step = (*step[:-1], last, update_program(plan, state_sizes, rates if modelled else None, last, inside))
     forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=NOT_COUNTED)
     peak = forecast.peaks.get("device")
-    grows = resident(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None
+    grows = (
+        process_growth(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None
+    )
     return ProgramForecast(step, forecast, holdings, grows)
 
 
@@ -72,7 +74,7 @@ def forecast_plan(
 ) -> tuple[Forecast, tuple[Holding, ...]]:
     """The forecast of ``plan`` from its coarse programs, and what its memory is used for; they agree at every
     moment."""
-    states = tuple(between_steps(plan, _kept(plan, scheduler.moments), scheduler.rates.staging))
+    states = tuple(between_steps(plan, _state_sizes(plan, scheduler.moments), scheduler.rates.staging))
     lives = scheduler.saved(scheduler.options(plan), plan.offload).lives
     # A coarse program has one register for all values with the same life; people want to see each.
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
@@ -102,5 +104,5 @@ def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> I
             yield replace(together, name=life.name, bytes=size, module=region.module, source=life.source)
 
 
-def _kept(plan: Plan, moments: int) -> dict[str, int]:
-    return kept_states((param for bucket in plan.buckets for param in bucket.params), plan.world_size, moments)
+def _state_sizes(plan: Plan, moments: int) -> dict[str, int]:
+    return sizes_of_states((param for bucket in plan.buckets for param in bucket.params), plan.world_size, moments)

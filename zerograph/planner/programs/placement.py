@@ -191,7 +191,7 @@ def bucket_parts(
     )
 
 
-def kept_on(tier: Tier, plan: Plan, moments: int, staging: Tier) -> dict[str, int]:
+def bytes_on(tier: Tier, plan: Plan, moments: int, staging: Tier) -> dict[str, int]:
     """Bytes that a rank keeps on ``tier``, which is not the device, under ``plan``, by what they are for."""
     found = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
     for bucket in plan.buckets:
@@ -222,17 +222,17 @@ def ring_bytes(buckets: Iterable[tuple[Placement, int]], staging: Tier) -> int:
     return SLOTS * slot_bytes(max(offloaded, default=0))
 
 
-def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterator[Holding]:
+def between_steps(plan: Plan, state_sizes: Mapping[str, int], staging: Tier) -> Iterator[Holding]:
     """The holdings on each tier between steps, bucket by bucket; gradients come with the backward.
 
-    ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.core.param_bytes.kept_states`).
+    ``state_sizes`` are bytes of optimizer states by parameter (:func:`~zerograph.core.param_bytes.sizes_of_states`).
     """
     for bucket in plan.buckets:
         placement = bucket.placement
         placed = Shards.of(bucket.params, plan.world_size, 0, staging).at(placement)
         sharded = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
-        states = sum(kept.get(p.name, 0) for p in bucket.params)
-        offloaded = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)
+        states = sum(state_sizes.get(p.name, 0) for p in bucket.params)
+        offloaded = sum(state_sizes.get(p.name, 0) for p in bucket.params if p.sharded)
         found: list[tuple[str, Kind, Tier, int]]
         if placement.optimizer == "device":
             found = [("shards", "param", "device", sharded), ("states", "state", "device", states)]

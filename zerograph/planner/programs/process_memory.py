@@ -69,7 +69,7 @@ class Resident:
         )
 
 
-def resident(programs: Sequence[Program], peak: int, world_size: int) -> Resident:
+def process_growth(programs: Sequence[Program], peak: int, world_size: int) -> Resident:
     """The growth of a process of one of ``world_size`` ranks that runs ``programs``, whose accounted bytes are at most
     ``peak``."""
     operators = sum(
@@ -109,8 +109,8 @@ def _exchange(program: Program, world_size: int, blocks: _Blocks, unsharded: set
                 if bucket not in unsharded:
                     blocks.take(out, _gathered(params, world_size))
                 unsharded.add(bucket)
-            case Free(bucket=bucket, kept=kept):
-                if not kept:
+            case Free(bucket=bucket, resident=resident):
+                if not resident:
                     unsharded.discard(bucket)
             case Reduce(params=params, out=out):
                 for size in _reduced(params, world_size):

@@ -124,16 +124,16 @@ class Rates:
 
 
 def device_update(
-    buckets: Sequence[Sequence[Param]], host: Collection[int], world_size: int, kept: Mapping[str, int]
+    buckets: Sequence[Sequence[Param]], host: Collection[int], world_size: int, state_sizes: Mapping[str, int]
 ) -> Update:
-    """The update on the device of the parameters in ``kept`` (:func:`kept_states`): those of all ``buckets``, of the
-    buckets in ``host`` what is not sharded.
+    """The update on the device of the parameters in ``state_sizes`` (:func:`sizes_of_states`): those of all
+    ``buckets``, of the buckets in ``host`` what is not sharded.
 
     It is one pass over parameters, gradients and states; the gradients go afterwards (``zero_grad``).
     """
     here: dict[int, list[int]] = {}
     for index, params in enumerate(buckets):
         for param in params:
-            if param.name in kept and not (param.sharded and index in host):
-                here.setdefault(index, []).append(update_bytes(param, world_size, kept[param.name]))
+            if param.name in state_sizes and not (param.sharded and index in host):
+                here.setdefault(index, []).append(update_bytes(param, world_size, state_sizes[param.name]))
     return Update(tuple(here), tuple(size for sizes in here.values() for size in sizes))

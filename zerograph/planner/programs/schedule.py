@@ -23,7 +23,7 @@ from zerograph.core.instructions import (
     Update,
 )
 from zerograph.core.machine import Tier
-from zerograph.core.param_bytes import kept_states
+from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.placement import second_copies
 from zerograph.core.plan import Placement, Plan
 from zerograph.core.prefetching import UnshardedInterval, gathers_by_start, unsharded_intervals
@@ -211,14 +211,14 @@ class Scheduler:
         found: Update | None = self.made.get(key)
         if found is None:
             world = self.rates.world_size
-            kept = kept_states(chain.from_iterable(self.buckets), world, self.moments)
-            found = self.made[key] = device_update(self.buckets, host, world, kept)
+            state_sizes = sizes_of_states(chain.from_iterable(self.buckets), world, self.moments)
+            found = self.made[key] = device_update(self.buckets, host, world, state_sizes)
         return found
 
     def update_inside(self, bucket: int, gradient: int) -> Update:
         """The update on the device of the shards of a bucket, whose ``gradient`` goes with it."""
         world, shards = self.rates.world_size, [param for param in self.buckets[bucket] if param.sharded]
-        update = device_update([shards], (), world, kept_states(shards, world, self.moments))
+        update = device_update([shards], (), world, sizes_of_states(shards, world, self.moments))
         return Update((bucket,), update.sizes, reads=(gradient,), dead=(gradient,))
 
     def alive(self, phase: str, layer: str, options: tuple[int, ...]) -> list[Life]:

@@ -127,17 +127,17 @@ def _update_through_device(
 
     # New parameters that live on the device are written there; what has no copy passes through like states.
     states = placed.optimizer + placed.shared * beside
-    gradients, kept = here("gradient", gradient, "gradient"), here("states", states, "state")
+    gradients, held = here("gradient", gradient, "gradient"), here("states", states, "state")
     copy = here("copy", placed.copies * beside, "param")
     start = (norm,) if norm >= 0 else ()
     what, label, up, down = "states", part.label, states + gradient, states + placed.copies * beside
-    came = (*kept, *gradients)
+    came = (*held, *gradients)
     return [
         Move("host", "device", what, label, module, up, (*start, *arrived), came, (), bucket, tile, slot),
         DeviceUpdate(
-            label, module, placed.traffic, came, (*kept, *copy), gradients, bucket, tile, slot, part.updated, tiles
+            label, module, placed.traffic, came, (*held, *copy), gradients, bucket, tile, slot, part.updated, tiles
         ),
-        Move("device", "host", what, label, module, down, (*kept, *copy), (), (*kept, *copy), bucket, tile, slot),
+        Move("device", "host", what, label, module, down, (*held, *copy), (), (*held, *copy), bucket, tile, slot),
     ]  # fmt: skip
 
 
@@ -216,12 +216,13 @@ def host_update(
 
 def update_program(
     plan: Plan,
-    kept: Mapping[str, int],
+    state_sizes: Mapping[str, int],
     streams: Rates | None = None,
     backward: Program | None = None,
     inside: Sequence[int] = (),
 ) -> Program:
-    """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.core.param_bytes.kept_states`).
+    """The optimizer's update of the parameters in ``state_sizes``
+    (:func:`~zerograph.core.param_bytes.sizes_of_states`).
 
     With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket, when what moves
     their gradients off the device in ``backward`` has ended; those ``inside`` of it are updated there.
@@ -234,7 +235,7 @@ def update_program(
             arrived[each.bucket] = each.writes
     offloaded = list[int]()
     if streams is not None:
-        known = _Known(names, streams, registers, plan.buckets, kept)
+        known = _Known(names, streams, registers, plan.buckets, state_sizes)
         there = (b.index for b in plan.buckets if b.placement.optimizer != "device" and b.index not in inside)
         offloaded = [index for index in there if known.bucket_parts(index, 1)[0].shards.at(STATES_OFFLOADED).optimizer]
         for number, bucket in enumerate(offloaded):
@@ -242,7 +243,9 @@ def update_program(
             instructions += update_offloaded(
                 known, bucket, 0, 1, plan.update, placement, number, arrived.get(bucket, ()), -1
             )
-    on_device = device_update([bucket.params for bucket in plan.buckets], [*offloaded, *inside], plan.world_size, kept)
+    on_device = device_update(
+        [bucket.params for bucket in plan.buckets], [*offloaded, *inside], plan.world_size, state_sizes
+    )
     if on_device.sizes or not (offloaded or inside):
         last = streams is not None and streams.staging != "device"
         instructions.insert(len(instructions) if last else 0, on_device)  # as coarse programs have it
@@ -253,12 +256,12 @@ def update_program(
 
 
 def with_updates_inside(
-    backward: Program, plan: Plan, kept: Mapping[str, int], rates: Rates
+    backward: Program, plan: Plan, state_sizes: Mapping[str, int], rates: Rates
 ) -> tuple[Program, tuple[int, ...]]:
     """``backward`` with the updates of states off the device that an optimizer begins inside of it where ``plan`` says
     so, and the buckets that these are of. The others' are behind it."""
     registers, gradients, found = Registers(backward.contents), dict[int, tuple[int, ...]](), list[int]()
-    known = _Known(backward.buckets, rates, registers, plan.buckets, kept)
+    known = _Known(backward.buckets, rates, registers, plan.buckets, state_sizes)
     inside = {b.index for b in plan.buckets if plan.updated_inside(b) and b.placement.optimizer != "device"}
     instructions = list[Instruction]()
     for each in backward.instructions:
@@ -288,11 +291,11 @@ class _Known:
     rates: Rates
     registers: Registers
     buckets: Sequence[Bucket]
-    kept: Mapping[str, int]
+    state_sizes: Mapping[str, int]
 
     def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
         """The bucket, as a whole."""
         rates, params = self.rates, self.buckets[bucket].params
         (part,) = bucket_parts(self.names[bucket], params, tiles, {}, rates, 0)
-        states = sum(self.kept.get(p.name, 0) for p in params if p.sharded)
+        states = sum(self.state_sizes.get(p.name, 0) for p in params if p.sharded)
         return (replace(part, shards=replace(part.shards, moments=states)),)

@@ -44,7 +44,7 @@ def stops(graph: Graph, rates: Rates) -> dict[str, tuple[frozenset[str], ...]]:
 
     Neither none of them is among these nor all that the partitioner would save.
     """
-    kept = saved(graph, "auto").until
+    saved_until = saved(graph, "auto").until
     members: dict[str, list[int]] = {}
     for i in range(graph.backward):
         if graph.layer[i]:
@@ -53,7 +53,7 @@ def stops(graph: Graph, rates: Rates) -> dict[str, tuple[frozenset[str], ...]]:
     known: dict[object, tuple[tuple[str, ...], ...]] = {}
     found: dict[str, tuple[frozenset[str], ...]] = {}
     for layer, inside in members.items():
-        work = _Layer(graph, layer, inside, wanted, kept, rates)
+        work = _Layer(graph, layer, inside, wanted, saved_until, rates)
         if work.signature not in known:
             chosen = _spread(_efficient(work.way(), mixed=len(members) > FEW_LAYERS))
             known[work.signature] = tuple(tuple(name.removeprefix(layer) for name in stop.saved_set) for stop in chosen)
@@ -65,7 +65,13 @@ class _Layer:
     """The activations of one layer that can be saved, and the cost to compute the rest again."""
 
     def __init__(
-        self, graph: Graph, layer: str, inside: Sequence[int], wanted: set[int], kept: Mapping[int, int], rates: Rates
+        self,
+        graph: Graph,
+        layer: str,
+        inside: Sequence[int],
+        wanted: set[int],
+        saved_until: Mapping[int, int],
+        rates: Rates,
     ) -> None:
         self.graph, self.inside, self.rates = graph, inside, rates
         self.wanted = {graph.writes[i] for i in inside} & wanted
@@ -74,7 +80,7 @@ class _Layer:
             value = graph.writes[i]
             name = graph.activation[i]
             known = layer_of_activation(name) == layer  # else no plan could speak of it
-            if known and value in kept and value not in graph.leaves and graph.size[value]:
+            if known and value in saved_until and value not in graph.leaves and graph.size[value]:
                 self.sizes[name] = self.sizes.get(name, 0) + graph.size[value]
         self.signature = tuple(self._facts(i, len(layer)) for i in inside)
 
