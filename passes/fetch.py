@@ -40,7 +40,7 @@ def fetch(gm: fx.GraphModule, plan: Plan) -> int:
 
 def _fetch(graph: fx.Graph, gather: fx.Node) -> None:
     shards, transfer = gather.args[0], gather.meta["zg"]
-    # What every rank holds whole stays on the device.
+    # Unsharded parameters stay on the device.
     there = [(k, shard) for k, shard in enumerate(shards) if transfer.params[k].sharded]  # type: ignore[arg-type, union-attr]
     if not there:
         return

@@ -1,9 +1,9 @@
 """Replace ``unshard`` markers by gathers of whole buckets, each freed after its last use.
 
-The uses of a bucket fall into *intervals*: stretches of the graph in which the bucket stays whole. A bucket whose next
-use lies beyond ``plan.prefetch`` other buckets (tied weights: the embedding at the start, the head at the end) is freed
-and gathered again, so that at most ``prefetch + 1`` buckets are ever whole. A tile counts as a bucket. Each interval
-becomes
+The uses of a bucket fall into *intervals*: stretches of the graph in which the bucket stays unsharded. A bucket whose
+next use lies beyond ``plan.prefetch`` other buckets (tied weights: the embedding at the start, the head at the end) is
+freed and gathered again, so that at most ``prefetch + 1`` buckets are ever unsharded. A tile counts as a bucket. Each
+interval becomes
 
     pending = zg.gather(shards, bucket); full = zg.wait_gather(pending, shards, bucket); ...; zg.free(full, bucket)
 
@@ -42,7 +42,7 @@ from zerograph.graph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
 
 @dataclass(slots=True)
 class _MarkedInterval:
-    """A stretch in which ``bucket`` is whole: what uses it, in order, and the marker that each reads."""
+    """A stretch in which ``bucket`` is unsharded: what uses it, in order, and the marker that each reads."""
 
     bucket: int
     uses: list[tuple[fx.Node, Marker]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Turn the markers of parameters that every rank holds whole into casts, or into nothing.
+"""Turn the markers of unsharded parameters into casts, or into nothing.
 
 At stage 0, at world size 1 without offload, and for scalars and parameters with fewer rows than ranks there is nothing
 to gather; at world size 1 there is nothing to reduce either. Safe because such a marker is the identity up to its

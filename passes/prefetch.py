@@ -2,7 +2,7 @@
 
 Moves ``zg.gather`` nodes up to the start of an earlier interval, after that interval's frees, and those of the first
 interval to the very start. Safe because a gather reads only shards, which do not change within a graph; never moves one
-so early that more than ``prefetch + 1`` buckets would be whole.
+so early that more than ``prefetch + 1`` buckets would be unsharded.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def _tag_parameters(graph: fx.Graph) -> None:
         derived = bool(inputs) and all(n in tagged for n in inputs)
         if node.target is UNSHARD or (derived and _is_cheap(node)):
             tagged.add(node)
-            # Untagged, the whole parameter could be saved: the minimum cut counts the bytes that it saves, and does not
-            # know that the shard stays alive in any case.
+            # Untagged, the unsharded parameter could be saved: the minimum cut counts the bytes that it saves, and does
+            # not know that the shard stays alive in any case.
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _LAST_REGION
 

@@ -36,7 +36,7 @@ def spill(gm: fx.GraphModule, plan: Plan) -> int:
 
 def _spill(graph: fx.Graph, wait: fx.Node, bucket: Bucket) -> bool:
     transfer: BucketFact = wait.meta["zg"]
-    # What every rank holds whole stays on the device.
+    # Unsharded parameters stay on the device.
     results = sorted((n for n in wait.users if transfer.params[n.args[1]].sharded), key=lambda n: n.args[1])  # type: ignore[index, arg-type, return-value]
     if not results:
         return False

@@ -1,8 +1,8 @@
 """Check a rewritten graph against the invariants of the design; edits nothing.
 
 Every gather is waited for once and freed once, nothing reads a bucket outside wait and free, no bucket is gathered
-twice at a time, at most ``prefetch + 1`` buckets or tiles are whole, each gradient is reduced once, and no marker is
-left.
+twice at a time, at most ``prefetch + 1`` buckets or tiles are unsharded, each gradient is reduced once, and no marker
+is left.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How tensors lie on the mesh of the ranks that share them: where placements are chosen and read, and nowhere else.
 
-A mesh of ours has one dimension, along which a parameter is split by rows or whole on every rank. Users may give
+A mesh of ours has one dimension, along which a parameter is split by rows or replicated on every rank. Users may give
 optimizers DTensors of their own, on any mesh.
 """
 
@@ -16,7 +16,7 @@ from zerograph.core.rows import rows_of
 
 
 def placements_of(sharded: bool) -> tuple[Placement, ...]:
-    """The placements of a parameter of ours: its rows split over the ranks, or whole on every rank."""
+    """The placements of a parameter of ours: its rows split over the ranks, or replicated."""
     return (Shard(0) if sharded else Replicate(),)
 
 

@@ -1,7 +1,7 @@
 """Collectives of whole buckets over one process group.
 
 A communicator starts and finishes two operations: gathering shards into full parameters, and averaging full gradients
-into shards (parameters that every rank holds whole are all-reduced). Every rank must issue the same operations on the
+into shards (those of unsharded parameters are all-reduced). Every rank must issue the same operations on the
 same parameters in the same order; programs see to that.
 """
 

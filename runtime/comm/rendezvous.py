@@ -2,7 +2,7 @@
 
 *State.* Ranks work in a generation, a number that starts at 0. Each rank knows its generation and whether that has
 ended, because it failed itself or saw that another did. Messages and pending transfers in flight belong to the
-generation; gathered parameters that stay whole between programs do too.
+generation; gathered parameters that stay resident between programs do too.
 
 *A program ends on all ranks, or on none.* ``enter`` tells the others which program begins and how many optimizer steps
 this rank has taken; ``leave`` waits until all ranks have come to the program's end. Every program with collectives

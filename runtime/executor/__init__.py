@@ -1,1 +1,1 @@
-"""Programs as they run, and what lives from one to the next: buckets that stay whole, gradients that are held."""
+"""Programs as they run, and what lives from one to the next: buckets that stay resident, gradients that are held."""

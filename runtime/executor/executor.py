@@ -52,7 +52,7 @@ class Runtime:
     Attributes:
         frame: number of the frame, for telemetry.
         comm: the transport; None where programs hold no collectives.
-        cache: buckets that stay whole between programs.
+        cache: buckets that stay resident between programs.
         accumulation: gradients kept back by ``no_sync``, shared by all frames of the backend.
         store: where shards live, of all frames of the backend.
         device: where segments run.
@@ -127,7 +127,7 @@ class Executor:
             self.early.leave(program.kind, self.names)
             if program.kind == "backward":
                 self.store.slots.stamp()
-        # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
+        # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as unsharded.
         except BaseException as error:
             self.cache.clear()
             self.store.abandon()

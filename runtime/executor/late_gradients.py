@@ -41,14 +41,14 @@ class LateGradients:
     def __init__(self, comm: Communicator, steps: StepCount, accumulation: GradientAccumulation) -> None:
         _ALL.add(self)
         self._comm, self._steps, self._accumulation = comm, steps, accumulation
-        # By ``id``, in the order in which all ranks first made them whole.
+        # By ``id``, in the order in which all ranks first unsharded them.
         self._params: dict[int, tuple[Param, Tensor]] = {}
         self._own: dict[int, Tensor] = {}  # of this rank, full, from the backward that runs
         self._waiting: int | None = None  # the backward at whose end they are reduced
         self._expected = False
 
     def expect(self, params: Iterable[tuple[Param, Tensor]]) -> None:
-        """A forward has made ``params``, described and outward, whole: ranks may come to have gradients of them."""
+        """A forward has unsharded ``params``, described and outward: ranks may come to have gradients of them."""
         for described, outward in params:
             if described.trainable:
                 self._params[id(outward)] = described, outward  # in another dtype than last time, perhaps

@@ -1,9 +1,9 @@
-"""Which gathered buckets stay whole, and when they are stale.
+"""Which gathered buckets stay resident, and when they are stale.
 
 Shards change in ways that no version counter records: fused and foreach optimizers update a DTensor's local tensor
-below autograd, and ``p.data`` edits and loaded checkpoints are invisible by design. A kept bucket is therefore trusted
-from a forward to its backward, and across forwards only while ``no_sync`` holds gradients back: until they are reduced
-nothing can have stepped.
+below autograd, and ``p.data`` edits and loaded checkpoints are invisible by design. A resident bucket is therefore
+trusted from a forward to its backward, and across forwards only while ``no_sync`` holds gradients back: until they are
+reduced nothing can have stepped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepCount:
 
 
 class GatheredCache:
-    """The buckets of one frame that stay whole after their last use in a program."""
+    """The buckets of one frame that stay resident after their last use in a program."""
 
     def __init__(self, steps: StepCount, accumulation: GradientAccumulation) -> None:
         self._steps, self._accumulation = steps, accumulation
@@ -79,7 +79,7 @@ class GatheredCache:
         A forward drops it bucket by bucket, as it gathers: each then finds its own memory free. Dropped at once, most
         of it would go back to the system, to be asked for again page by page.
 
-        Ranks that met after an error may have kept different buckets: those of an older ``generation`` go.
+        Ranks that met after an error may have different buckets resident: those of an older ``generation`` go.
         """
         now = (self._steps.value, generation)
         # Any optimizer counts, not only those of the backend: a step of a foreign one may write to the same tensors.
@@ -98,7 +98,7 @@ class GatheredCache:
         self._stale.clear()
 
     def lookup(self, bucket: int, params: Sequence[Param]) -> list[Tensor] | None:
-        """The full ``params``, when the bucket is whole."""
+        """The full ``params``, when the bucket is resident."""
         if bucket in self._stale:
             self._stale.remove(bucket)
             del self._full[bucket]
@@ -118,10 +118,10 @@ class GatheredCache:
         self._full.pop(bucket, None)
 
     def holds(self, bucket: int) -> bool:
-        """Whether anything of the bucket stays whole."""
+        """Whether anything of the bucket stays resident."""
         return bucket in self._full
 
     @property
     def bytes(self) -> int:
-        """Bytes that stay whole between programs."""
+        """Bytes that stay resident between programs."""
         return sum(t.numel() * t.element_size() for full in self._full.values() for t in full.values())

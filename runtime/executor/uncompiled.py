@@ -30,7 +30,7 @@ class UncompiledReads:
     Attributes:
         comm: between the ranks.
         known: the backend's parameters by ``id``, now and later.
-        routes: whether ranks may read different parameters: where these are whole during a step anyway.
+        routes: whether ranks may read different parameters: where these are unsharded during a step anyway.
         late: gradients of such parameters.
         warned: forwards of which the user was warned that they read so.
     """
@@ -101,5 +101,5 @@ class UncompiledReads:
 
 
 def _copied(param: Param, full: Tensor) -> Tensor:
-    """A parameter that every rank has whole, in the compute dtype; writing to the copy changes no parameter."""
+    """An unsharded parameter, in the compute dtype; writing to the copy changes no parameter."""
     return full.detach().to(dtype=torch_dtype(param.compute_dtype), copy=True)

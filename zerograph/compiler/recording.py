@@ -116,7 +116,7 @@ class Recording:
         # The profiler does not see how what it has not seen allocated is freed: let go of it before.
         for frame in self._frames:
             if frame.runtime is not None:
-                # Lets go of buckets that a step before left whole.
+                # Lets go of buckets that a step before left resident.
                 frame.runtime.cache.enter("inference")
         if self._runtime.comm is not None:
             self._runtime.comm.trim()
@@ -292,7 +292,7 @@ def _beside(ran: Sequence[_Ran], moves: Sequence[UnderWay]) -> float:
 
 
 def _without_resident(ran: Sequence[_Ran]) -> list[_Ran]:
-    """The instructions that ran, but for the gathers of buckets that were whole already."""
+    """The instructions that ran, but for the gathers of buckets that were resident already."""
     unsharded: set[int] = set()
     moved = []
     for run in ran:

@@ -22,7 +22,7 @@ from zerograph.runtime.offload.shards import ShardStore
 
 @dataclass(frozen=True, slots=True)
 class BucketReport:
-    """One bucket of one frame; ``bytes`` is its size when whole, ``loop`` the MLP in whose loop its tiles run."""
+    """One bucket of one frame; ``bytes`` is its size when unsharded, ``loop`` the MLP in whose loop its tiles run."""
 
     frame: int
     name: str

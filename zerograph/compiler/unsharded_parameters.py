@@ -1,4 +1,4 @@
-"""Lets a forward that loops over ``self.parameters()`` compute with whole parameters.
+"""Lets a forward that loops over ``self.parameters()`` compute with unsharded parameters.
 
 Such a loop, for a penalty on all weights, gets the sharded ones, which torch does not mix with other tensors, and whose
 gradients pass by the reduction. Where a graph reads a parameter as an attribute too, its marker gives the full tensor,

@@ -62,7 +62,7 @@ class Config:
         reduce_dtype: dtype gradients are summed in; None is float32 under 16-bit compute, else the gradient's own.
         bucket_size: bytes of gathered parameters that travel in one collective, at most (one large parameter may
             exceed it).
-        prefetch: buckets gathered ahead of the one in use, at most; then ``prefetch + 1`` are whole at stage 3.
+        prefetch: buckets gathered ahead of the one in use, at most; then ``prefetch + 1`` are unsharded at stage 3.
         recompute: activations that the backward computes again instead of reading what the forward saved. "auto": those
             that AOTAutograd's min-cut partitioner finds cheaper to compute than to save; "none": no more than the
             user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number

@@ -168,7 +168,7 @@ class _Collective(_Making):
 class Gather(_Collective):
     """Start the all-gather of shards.
 
-    A bucket that is whole already is not gathered again. ``bytes`` are what all ranks send together.
+    A bucket that is unsharded already is not gathered again. ``bytes`` are what all ranks send together.
 
     Attributes:
         fetched: whether an instruction before it has brought the shards of its bucket to the device.

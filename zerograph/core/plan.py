@@ -39,7 +39,7 @@ __all__ = [
 VERSION = 10
 
 Residency = Literal["use", "backward", "step"]
-"""How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
+"""How long a gathered bucket stays resident: until its last use in a graph, until its use in the backward, or until
 the next forward whose shards may have changed."""
 _RESIDENCIES = ("use", "backward", "step")
 
@@ -164,7 +164,7 @@ class Bucket:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the bucket's parameters when whole."""
+        """Bytes of the bucket's parameters when unsharded."""
         return sum(p.gathered_bytes for p in self.params)
 
 

@@ -81,7 +81,7 @@ def gather_starts(
 
 @dataclass(frozen=True, slots=True)
 class UnshardedInterval:
-    """A stretch of work during which a bucket is whole.
+    """A stretch of work during which a bucket is unsharded.
 
     Attributes:
         bucket: which one.

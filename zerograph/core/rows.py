@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 def is_divided(shape: Sequence[int], ranks: int) -> bool:
-    """Whether a parameter of that ``shape`` is split by rows: there is one for each of ``ranks``. Others stay whole."""
+    """Whether a parameter of that ``shape`` is split by rows: there is one for each of ``ranks``. Others stay
+    unsharded."""
     return len(shape) > 0 and shape[0] >= ranks
 
 

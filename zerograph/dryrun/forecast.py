@@ -141,7 +141,7 @@ def torch_compute_dtype(dtype: str | None, world: int, offload: Offload | Litera
 
 
 def movable(step: Step, world: int) -> Step:
-    """``step`` with parameters that can leave the device: one rank's are whole, and are its shards."""
+    """``step`` with parameters that can leave the device: one rank's are unsharded, and are its shards."""
     if world > 1:
         return step
     return replace(step, params=tuple(replace(p, sharded=bool(p.shape)) for p in step.params))

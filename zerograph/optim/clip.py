@@ -109,7 +109,7 @@ def is_split(grad: Tensor) -> bool:
 def _norm_over_ranks(
     split: list[Tensor], replicated: list[Tensor], p: float, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Norm of the gradients that are split over ``group`` and the whole ones, the same on every rank, together.
+    """Norm of the gradients that are split over ``group`` and the replicated ones, the same on every rank, together.
 
     Args:
         split: this rank's parts.

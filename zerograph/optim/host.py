@@ -267,8 +267,8 @@ class HostOptimizer(Optimizer):
         return factor
 
     def _sums_of_squares(self, rows: Sequence[UpdateRow]) -> tuple[Tensor, Tensor]:
-        """The sums of squares of all ranks' split gradients, and of their whole ones, in one pass over this rank's and
-        one scalar reduction."""
+        """The sums of squares of all ranks' split gradients, and of their replicated ones, in one pass over this rank's
+        and one scalar reduction."""
         layouts = [row.layout for row in rows]
         groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
         if len(groups) > 1:
@@ -289,7 +289,7 @@ class HostOptimizer(Optimizer):
         return split, replicated
 
     def _squares(self, rows: Sequence[UpdateRow], split: bool) -> Tensor:
-        """Sum of squares of this rank's gradients, those that are split or those that are whole."""
+        """Sum of squares of this rank's gradients, those that are split or those that are replicated."""
         pieces = [piece for row in rows for piece in row.layout.pieces(row.grads, split)]
         known: list[float] = []
         if self.store is not None and self.store.gradients.spills:

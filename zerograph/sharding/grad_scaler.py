@@ -1,8 +1,8 @@
 """``GradScaler`` over sharded gradients: what one rank finds not finite, all ranks skip and scale down for.
 
 torch's own handler of DTensors reduces what was found over ranks, but decides by the first gradient alone whether ranks
-hold different rows. Where that belongs to a parameter with fewer rows than ranks, which is whole on each, nothing is
-reduced: some ranks step and others do not, and their scales differ from then on.
+hold different rows. Where that belongs to a parameter with fewer rows than ranks, which is unsharded on each, nothing
+is reduced: some ranks step and others do not, and their scales differ from then on.
 """
 
 from __future__ import annotations

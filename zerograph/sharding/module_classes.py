@@ -207,7 +207,8 @@ def _getter(name: str) -> Any:
 
 
 def _routed_getter(name: str) -> Any:
-    """The same where forwards may run inside of which parameters are whole (:mod:`~zerograph.sharding.unsharded`)."""
+    """The same where forwards may run inside of which parameters are unsharded
+    (:mod:`~zerograph.sharding.unsharded`)."""
 
     def read(self: Any) -> Tensor | None:
         if is_compiling():
@@ -244,7 +245,7 @@ def sharded_class(base: type[nn.Module], names: frozenset[str], routed: bool = F
     """Subclass of ``base`` that counts its forwards, and in which the parameters ``names`` are properties.
 
     Args:
-        routed: whether forwards may run inside of which parameters are whole.
+        routed: whether forwards may run inside of which parameters are unsharded.
     """
     getter = _routed_getter if routed else _getter
     members: dict[str, Any] = {name: property(getter(name)) for name in sorted(names)}

@@ -93,7 +93,7 @@ def shard_parameters(
 def _warn_of_few_rows(
     named: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], mesh: DeviceMesh | None
 ) -> None:
-    """Parameters are split by rows: say what that leaves whole, where it is more than scalars and small vectors."""
+    """Parameters are split by rows: say what that leaves unsharded, where it is more than scalars and small vectors."""
     if mesh is None or not any(spec.sharded for spec in specs.values()):
         return
     unsharded = {n: p.nbytes for n, p in named.items() if p.ndim > 1 and not specs[n].sharded}

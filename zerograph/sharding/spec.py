@@ -19,7 +19,7 @@ class ShardSpec(NamedTuple):
         group: name of the process group, empty at world size 1.
         dtype: dtype of the full tensor, for gather and compute.
         reduce_dtype: dtype of the gradient's reduction over ranks.
-        sharded: split by rows over the ranks of ``group``, or whole on each.
+        sharded: split by rows over the ranks of ``group``, or unsharded on each.
         device: of the full tensor, where the outward parameter is on the host of an accelerator; else None.
     """
 

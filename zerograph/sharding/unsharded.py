@@ -1,9 +1,9 @@
 """Modules whose forward Dynamo does not compile, at stages 0 to 2: ranks may read what they like of them.
 
 A loop over experts that leaves out those without tokens breaks the graph in a loop: Dynamo skips such code, and each
-rank reads the weights of other experts. At these stages a step has parameters whole on every rank, so nothing need be
-gathered where it is read. All ranks call the module, and when it is called its parameters are gathered, all that it and
-its children own. Inside of its forward these are plain full tensors, in code that Dynamo compiles there too. Their
+rank reads the weights of other experts. At these stages a step has parameters unsharded on every rank, so nothing need
+be gathered where it is read. All ranks call the module, and when it is called its parameters are gathered, all that it
+and its children own. Inside of its forward these are plain full tensors, in code that Dynamo compiles there too. Their
 gradients are reduced together when the backward ends (:mod:`~zerograph.runtime.executor.late_gradients`).
 
 Which module that is, is known once something in it is read or called that would not be if its code were compiled: the
@@ -47,7 +47,7 @@ class EagerForward:
         module: whose forward it is, if that is known.
         function: the user's code.
         compiles: whether Dynamo compiles what it calls.
-        opened: the parameters of the module, if it has made these whole.
+        opened: the parameters of the module, if it has unsharded these.
     """
 
     __slots__ = ("compiles", "function", "module", "opened")
@@ -58,7 +58,7 @@ class EagerForward:
 
 
 class Unsharded:
-    """The parameters of a module and its children, which are whole while it is open.
+    """The parameters of a module and its children, which are unsharded while it is open.
 
     Attributes:
         parts: the module and its children.

@@ -177,7 +177,7 @@ class Cells:
                 names.setdefault(self._storage(register), []).append(program.contents[register].name)
                 self._returned.add(program.contents[register].name)
         for storage, cell in self._at.items():
-            # A bucket that stays whole is no output; it is known as whole.
+            # A bucket that stays resident is no output; it is known as resident.
             if cell.gathered or cell.gone:
                 continue
             cell.readers = 0

@@ -1,9 +1,9 @@
 """Rules that the programs of a step must keep, whoever built them, instruction by instruction. No torch in here.
 
 Those of the design's invariants that programs tell: every read finds its value on the tier that it needs; gathers and
-frees balance, nothing is used after it is free, and no bucket is gathered while it is whole. By a plan more is true of
-a whole step (:mod:`zerograph.sim.check_step`): every trained shard is reduced once and updated once. Peaks are listed
-by :mod:`zerograph.sim.simulate`, and that ranks agree by the digest of a program's collectives.
+frees balance, nothing is used after it is free, and no bucket is gathered while it is unsharded. By a plan more is true
+of a whole step (:mod:`zerograph.sim.check_step`): every trained shard is reduced once and updated once. Peaks are
+listed by :mod:`zerograph.sim.simulate`, and that ranks agree by the digest of a program's collectives.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Check:
         match instruction:
             case Gather():
                 part = instruction.bucket, instruction.tile
-                # The executor skips the gather of a bucket that stays whole; its graph has it all the same.
+                # The executor skips the gather of a bucket that stays resident; its graph has it all the same.
                 if part in self.unsharded and part not in self.resident:
                     yield "begins while it is whole"
                 self.unsharded.add(part)

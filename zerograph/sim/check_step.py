@@ -90,7 +90,7 @@ def _each(programs: Sequence[Program]) -> Iterator[tuple[Program, int, Instructi
 
 
 def _reductions(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
-    # On one rank gradients are whole: there is nothing to reduce.
+    # On one rank gradients are unsharded: there is nothing to reduce.
     if plan.world_size == 1:
         return
     wanted = Counter(part for b in plan.buckets if any(p.trainable for p in b.params) for part in _parts(b))
@@ -119,7 +119,7 @@ def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
             here.update(each.buckets)
     for bucket in plan.buckets:
         trained, offloaded = [p for p in bucket.params if p.trainable], bucket.placement.optimizer != "device"
-        # A parameter that every rank holds whole stays on the device, also in a bucket whose shards live elsewhere.
+        # An unsharded parameter stays on the device, also in a bucket whose shards live elsewhere.
         if offloaded and any(p.sharded for p in trained):
             wanted.update(_parts(bucket))
         # The backward updates shards only: unsharded parameters are left to the step.

@@ -6,7 +6,7 @@ Every rule of a step is written here, once, for the planner's coarse programs an
 - An instruction that computes waits for what it reads, and for the waits that stand before it.
 - An instruction beside those starts when its stream is free, what it reads is ready, and what computes before it in the
   program has ended. Where nothing overlaps, as on a CPU, the next compute comes after any collective.
-- A bucket that is whole is not gathered again, and is whole until it is freed and not kept.
+- An unsharded bucket is not gathered again, and stays so until it is freed and not resident.
 - Memory is taken when the instruction starts that writes a register of it first, and given back at the end of the last
   that names one dead; what a segment holds meanwhile is written in :mod:`zerograph.core.segment_profile`. A transfer
   allocates its result when it starts. A collective gives back what it reads at its end; where nothing overlaps, at the
@@ -182,7 +182,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
             else:
                 if role == GATHER:
                     if part in unsharded:
-                        # It stayed whole: whoever waits for it waits for the gather of before, and nothing is taken.
+                        # It stayed resident: whoever waits for it waits for the gather of before, and nothing is taken.
                         ready[writes[0]] = unsharded[part]
                         continue
                     unsharded[part] = task

@@ -244,7 +244,8 @@ def _add_busy(
 
 
 def _without_collectives(program: Program) -> Program:
-    """A pass of an earlier micro-batch at stages 0 and 1: whole gradients are added up, and parameters stay whole."""
+    """A pass of an earlier micro-batch at stages 0 and 1: whole gradients are added up, and parameters stay
+    resident."""
     kept = [one for one in program.instructions if not isinstance(one, (Collective, WaitGather, WaitReduce))]
     return replace(program, instructions=kept)
 

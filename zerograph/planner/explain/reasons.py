@@ -156,7 +156,7 @@ def _decided(bucket: Bucket) -> str:
 
 
 def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
-    """Why ``bucket`` stays whole as long as it does: a gather more, or its bytes between forward and backward."""
+    """Why ``bucket`` stays resident as long as it does: a gather more, or its bytes between forward and backward."""
     gather = format_seconds(rates.collective(sent_bytes(bucket.params, rates.world_size)))
     held = format_bytes(bucket.gathered_bytes)
     if bucket.residency == "backward":

@@ -39,7 +39,7 @@ class Head:
         weights: by operation that works on them, bytes of weights that each tile moves.
         sums: the operations that sum over tokens.
         bytes: of the logits.
-        others: source lines of other products that make as much, as those of a second head, which stay whole.
+        others: source lines of other products that make as much, as those of a second head, which stay untiled.
     """
 
     name: str
@@ -73,7 +73,7 @@ def _of_others(head: Head) -> str:
 
 
 def _head_or_why(graph: Graph) -> Head | str:
-    """The head, or why it stays whole: its logits are returned, or read by a layer or another product behind it."""
+    """The head, or why it stays untiled: its logits are returned, or read by a layer or another product behind it."""
     last = max((i for i in range(graph.backward) if graph.layer[i]), default=-1)
     behind = range(last + 1, graph.backward)
     products = [i for i in behind if graph.ops[i].flops and "convolution" not in graph.ops[i].target]

@@ -17,7 +17,7 @@ def tiles_wanted(wanted: TileOption, step: Step, world_size: int, bucket_size: i
     """Tiles of each parameter of ``step`` that is to be in several.
 
     A number is that of parameters that are larger than a bucket and can be in tiles; patterns name theirs, of which the
-    first counts that fits, and vectors that they fit too stay whole.
+    first counts that fits, and vectors that they fit too stay untiled.
 
     Raises:
         ConfigError: a parameter that was named cannot be in tiles, or not in so many.

@@ -21,7 +21,7 @@ TOKEN_TILES = (4, 16)
 
 
 def with_token_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
-    """``plan`` with its recomputed layers in ``tiles`` over tokens, as far as they can be and their weights are whole
+    """``plan`` with its recomputed layers in ``tiles`` over tokens, as far as they can be and their weights are untiled
     while they are used."""
     found = tuple(region.activation for region in _regions(plan, step)) if tiles > 1 else ()
     return replace(plan, token_tiles=tiles if found else 1, token_regions=found)

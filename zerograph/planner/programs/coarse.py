@@ -287,7 +287,7 @@ class _CoarsePrograms:
         self.reduced[bucket] = None
         if len(self.under_way) == self.plan.reductions:
             self._wait_reduce()
-        # A bucket whose gradients are whole on every rank has none that could leave.
+        # A bucket whose gradients are unsharded has none that could leave.
         leaves = self._leaves(bucket) and self.parts[bucket][tile].shards.gradient > 0
         again = (bucket, tile) in self.summed  # a tied parameter's tiles: the head's gradient, then the embedding's
         self.summed.add((bucket, tile))

@@ -94,7 +94,7 @@ def transport_bytes(programs: Sequence[Program], world_size: int) -> int:
         return 0
     blocks = _Blocks()
     for _ in range(2):  # blocks stay, and the second step finds others free
-        # Between steps nothing stays whole, so each begins with no bucket.
+        # Between steps nothing stays resident, so each begins with no bucket.
         unsharded: set[int] = set()
         for program in programs:
             _exchange(program, world_size, blocks, unsharded)
@@ -158,7 +158,7 @@ def _gathered(params: Sequence[Param], world_size: int) -> int:
 
 
 def _reduced(params: Sequence[Param], world_size: int) -> Iterator[int]:
-    """A slice of each gradient to every peer; the sums of those that stay whole then go to all."""
+    """A slice of each gradient to every peer; the sums of unsharded ones then go to all."""
     for sharded in (True, False):
         some = [p for p in params if p.sharded == sharded]
         if some:

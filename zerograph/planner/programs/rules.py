@@ -38,7 +38,7 @@ def plan_step(
 
     Args:
         step: the traced step; its parameters are in order of first use.
-        stage: 0 to 3; from stage 3 on, parameters are whole only while they are used.
+        stage: 0 to 3; from stage 3 on, parameters are unsharded only while they are used.
         world_size: ranks to shard over.
         bucket_size: bytes of gathered parameters per bucket, at most, unless one parameter is larger.
         prefetch: buckets gathered ahead.

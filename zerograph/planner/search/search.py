@@ -211,7 +211,7 @@ def smallest(
     Args:
         known: the step's variants, where there are some already.
     """
-    # The smallest buckets need the least: fewer bytes are whole at a time.
+    # The smallest buckets need the least: fewer bytes are unsharded at a time.
     constraints = replace(
         constraints, bucket_size=BUCKET_SIZES[0] if constraints.bucket_size is None else constraints.bucket_size
     )

@@ -77,7 +77,7 @@ def _loss_tiles(constraints: Constraints, head: Head) -> tuple[int, ...]:
 
 
 def _regions(step: Step, constraints: Constraints) -> list[TokenRegion]:
-    """The regions in tiles of tokens where any is: in layers that are recomputed, with weights that are whole."""
+    """The regions in tiles of tokens where any is: in layers that are recomputed, with weights that are untiled."""
     layers = recomputed_layers(step, "full" if constraints.recompute == "auto" else constraints.recompute)
     tiled = tiles_wanted(
         constraints.tiling, step, constraints.world_size, constraints.bucket_size or DEFAULT_BUCKET_SIZE
