@@ -477,7 +477,7 @@ IoTransfer IoQueue::transfer(IoPiece& piece) {
   out.injected = true;
   if (found->effect == Fault::Effect::error) out.result = -static_cast<long>(found->value);
   if (found->effect != Fault::Effect::cut) return out;
-  // What the result says has been moved has been, and nothing else: a write moves the whole blocks of it, as the engine
+  // Just as many bytes move as the result says: a write moves the whole blocks of them, as the engine
   // goes on from there; of a read what follows is spoilt afterwards.
   const std::uint64_t faked = out.bytes - std::min<std::uint64_t>(found->value, out.bytes - 1);
   const std::uint64_t real = out.write ? round_down(faked, piece.file->offset_alignment) : out.bytes;

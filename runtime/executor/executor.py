@@ -145,7 +145,8 @@ class Executor:
             try:
                 self.comm.enter(Entry(self.name, self.sequence, self.cache.steps))
             except RankError:
-                self.store.tell_failed()  # else whoever loads a checkpoint now would hear of it
+                # Else whoever loads a checkpoint now would hear of it. Of one that fails later he does.
+                self.store.tell_failed()
                 raise
 
     @cached_property

@@ -318,6 +318,9 @@ def test_a_plan_has_updates_beside_what_the_optimizer_says(model: Path) -> None:
     assert file.forecast.seconds == min(exact.values()) and file.plan.overlap == min(exact, key=exact.__getitem__)
     assert Reason("plan", "an optimizer with overlap=True", _FASTEST) in file.reasons
 
+    result = run(f"{model}:small", *OFFLOAD, "optimizer", "--tier", "host", "--overlap", "auto", "--memory", "20KiB")
+    assert result.exit_code == 1 and "of device memory per rank" in result.stderr
+
 
 def test_memory_is_not_dropped_beside_offload() -> None:
     with pytest.raises(ConfigError, match="memory cannot be given with offload"):

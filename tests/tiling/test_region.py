@@ -20,6 +20,11 @@ class _Everything(Growth):
         return source.op == "call_function"
 
 
+class _Nothing(Growth):
+    def makes(self, node: fx.Node, source: fx.Node, cut: Cut) -> bool:
+        return False
+
+
 def grown(node: fx.Node, cut: Cut | None) -> Region:
     growth = _Everything(Region(), lambda _: True)
     growth.enter(node, cut)
@@ -47,6 +52,27 @@ def test_a_region_is_copied_for_a_part() -> None:
     assert right is part[v] and left is copies[kept][0] and list(left.meta["val"].shape) == [4, 2]
     constant = left.args[1]
     assert isinstance(constant, fx.Node) and constant is not kept.args[1] and constant.target is aten.full.default
+
+
+def test_a_constant_that_is_cut_in_one_place_is_whole_in_another() -> None:
+    b = Builder()
+    x, numbers = b.input("x", 4, 4), b.call(aten.arange.start_step, 0, 4, 1)
+    by_word = b.call(aten.mul.Tensor, x, numbers)
+    by_token = b.call(aten.mul.Tensor, b.call(aten.sum.dim_IntList, by_word, [1]), numbers)
+    growth = _Nothing(region := Region(), lambda _: True)
+    for node, behind in ((by_word, None), (by_token.args[0], by_word), (by_token, by_token.args[0])):
+        growth.enter(node, ROWS, behind)
+    assert region.given == {(by_word, x): ROWS, (by_token, numbers): ROWS}
+    part = {x: b.input("x_part", 2, 4), numbers: b.input("numbers_part", 2)}
+
+    def insert(node: fx.Node, args: tuple[object, ...]) -> fx.Node:
+        return b.call(node.target, *args)  # type: ignore[arg-type]
+
+    def cut(node: fx.Node, source: fx.Node) -> fx.Node | None:
+        return part[source] if (node, source) in region.given else None
+
+    copies = dict(copies_of(region, region.nodes, 2, cut, insert))
+    assert copies[by_token][0].args[1] is part[numbers] and copies[by_word][0].args[1] not in (numbers, part[numbers])
 
 
 def test_random_numbers_and_unknown_places_are_refused() -> None:

@@ -192,9 +192,45 @@ def by_position(b: Builder, logits: fx.Node) -> fx.Node:
     return b.call(aten.mul.Tensor, b.call(aten.view.default, logits, [3, 4, WORDS]), b.input("w", 4, 1))
 
 
+def centered(b: Builder, logits: fx.Node) -> fx.Node:
+    """A sum over tokens that is read as if it were one of words."""
+    mean = b.call(aten.sum.dim_IntList, logits, [0])
+    return b.call(aten.sum.dim_IntList, b.call(aten.sub.Tensor, logits, mean), [1])
+
+
+def shared_among_tokens(b: Builder, logits: fx.Node) -> fx.Node:
+    part = b.call(aten.exp.default, logits)
+    return b.call(aten.div.Tensor, part, b.call(aten.sum.dim_IntList, part, [0], True))
+
+
+def compared(b: Builder, logits: fx.Node) -> fx.Node:
+    """Each token with each other: one factor is read whole, and made of what is cut."""
+    return b.mm(logits, b.call(aten.permute.default, b.call(aten.exp.default, logits), [1, 0]))
+
+
+def gram(b: Builder, logits: fx.Node) -> fx.Node:
+    return b.mm(logits, b.mm(b.call(aten.permute.default, logits, [1, 0]), logits))
+
+
+def decayed(b: Builder, logits: fx.Node) -> fx.Node:
+    """A gradient with weight decay, which is no sum of the tiles' ones."""
+    turned = b.call(aten.permute.default, b.call(aten.exp.default, logits), [1, 0])
+    return b.call(aten.addmm.default, b.input("decay", WORDS, WIDTH), turned, b.input("y", TOKENS, WIDTH))
+
+
+def two_results(b: Builder, logits: fx.Node) -> fx.Node:
+    mantissa = b.call(operator.getitem, b.call(aten.frexp.Tensor, b.input("z", TOKENS, WORDS)), 0)
+    return b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, logits, mantissa), [1])
+
+
 @pytest.mark.parametrize(
     ("use", "why"),
     [
+        (centered, "reads a sum over all tokens"),
+        (shared_among_tokens, "reads a sum over all tokens"),
+        (compared, "reads all tokens|mixes tokens"),
+        (gram, "reads all tokens|reads a sum|mixes tokens"),
+        (decayed, "adds something to a sum over tokens"),
         (returned, "returns logits"),
         (softmax_over_tokens, "does more than sum over tokens"),
         (shifted_and_full, "reads more tokens than a slice of the logits keeps"),

@@ -19,7 +19,7 @@ from zerograph.core.step import Step, TokenRegion, layer_of_activation
 from zerograph.graph.costs import bytes_of, describing_sizes
 from zerograph.graph.layers import layer_of_node
 from zerograph.graph.nodes import Activation, backward_nodes
-from zerograph.tiling.cuts import PRODUCTS, Mixes
+from zerograph.tiling.cuts import PRODUCTS, ROWS, Mixes
 from zerograph.tiling.layer_tokens import layer_region, wide_products
 from zerograph.tiling.loss_gradients import loss_gradients
 from zerograph.tiling.middle import Gathered, middle_of
@@ -190,8 +190,9 @@ def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx
 
 
 def _moved_by_each_tile(product: fx.Node, region: NodeRegion) -> int:
-    weight: fx.Node = product.args[-1]  # type: ignore[assignment]
-    return bytes_of_node(weight) if region.cuts[product] is not None else 2 * bytes_of_node(product)
+    cut = region.cuts[product]
+    weight: fx.Node = product.args[-1 if cut == ROWS else -2]  # type: ignore[assignment]
+    return bytes_of_node(weight) if cut is not None else 2 * bytes_of_node(product)
 
 
 def bytes_of_node(node: fx.Node) -> int:

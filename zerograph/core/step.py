@@ -37,7 +37,7 @@ class Param:
         compute_dtype: dtype of the gathered parameter.
         reduce_dtype: dtype its gradient is summed over ranks in.
         trainable: whether a gradient reaches it in this step.
-        sharded: split by rows over ranks; otherwise it is unsharded (scalars, fewer rows than ranks,
+        sharded: split by rows over ranks; otherwise it is replicated (scalars, fewer rows than ranks,
             stage 0).
         tied_to: other names that the model has for it: one parameter, gathered, reduced and updated once.
     """
@@ -86,7 +86,7 @@ class Param:
         return self.chunk_elements(world_size) * ITEM_SIZE[self.wire]
 
     def summed_elements(self, world_size: int) -> int:
-        """Elements of the gradient that one rank sums, at most: those of its shard, or of an unsharded one its
+        """Elements of the gradient that one rank sums, at most: those of its shard, or of a replicated one its
         share."""
         return self.chunk_elements(world_size) if self.sharded else largest(self.elements, world_size)
 

@@ -34,7 +34,7 @@ class Span:
         module: fully qualified name of the module it belongs to; empty when there is none.
         source: the user's ``file:line`` it comes from; empty when unknown.
         after: earlier tasks that had to end first, besides the previous one on its stream.
-        key: what of a plan's programs it runs, by which a run's times are printed: the digest of a segment, or the
+        key: what of a plan's programs it runs, by which a run's seconds are found: the digest of a segment, or the
             index of a bucket; empty for the update, and where tasks follow a schedule and no program.
         flops: operations of the matrix products in it.
         operation, phase: what it does, and in which kind of program.

@@ -58,11 +58,19 @@ COLUMNS = Cut((1,))
 
 
 class Mixes(Exception):
-    """Why something has to exist whole; ``node`` is what needs it."""
+    """Why something has to exist whole.
 
-    def __init__(self, node: fx.Node, why: str) -> None:
-        super().__init__(f"{node.target} {why}")
-        self.node = node
+    Attributes:
+        node: what needs it.
+        place: what the dimension counts; stands in place of {} in the reason.
+    """
+
+    def __init__(self, node: fx.Node, why: str, place: str = "token") -> None:
+        super().__init__(node, why)
+        self.node, self.why, self.place = node, why, place
+
+    def __str__(self) -> str:
+        return f"{self.node.target} {self.why.format(self.place)}"
 
 
 def cut_of_result(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
@@ -90,7 +98,7 @@ def cut_of_result(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
         return Cut(tuple(d + int(_dim(node) <= d) for d in cut.dims))
     elif _works_by_place(node, cut.moved(rise := len(shape_of(node)) - len(shape_of(source)))):
         return cut.moved(rise)
-    raise Mixes(node, "is not known to treat every token by itself")
+    raise Mixes(node, "is not known to treat every {} by itself")
 
 
 def cut_of_operand(node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | None:
@@ -108,7 +116,7 @@ def cut_of_operand(node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | Non
             return COLUMNS if source is left else ROWS
         return cut if cut == (ROWS if source is left else COLUMNS) else None
     if cut is not None:
-        if target is operator.getitem:
+        if target is operator.getitem and source.target in SEVERAL:
             return cut
         if target in SEVERAL:
             return _of_several(node, cut)
@@ -123,10 +131,10 @@ def cut_of_operand(node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | Non
                 return cut
             if is_zeros(source):
                 return None
-            raise Mixes(node, "writes some tokens among others")
+            raise Mixes(node, "writes some {}s among others")
         if _works_by_place(node, cut):
             return _aligned(node, source, cut)
-    raise Mixes(node, "is not known to treat every token by itself")
+    raise Mixes(node, "is not known to treat every {} by itself")
 
 
 def is_slice_of(node: fx.Node, cut: Cut) -> bool:
@@ -220,7 +228,7 @@ def _reduced(node: fx.Node, cut: Cut) -> Cut | None:
         keeps = len(node.args) > 2 and bool(node.args[2])
         return cut if keeps else Cut(tuple(d - sum(gone < d for gone in dims) for d in cut.dims))
     if len(over) < len(cut.dims) or node.target not in SUMS | MEANS:
-        raise Mixes(node, "does more than sum over tokens")
+        raise Mixes(node, "does more than sum over {}s")
     return None
 
 
@@ -238,7 +246,7 @@ def _same_numbers(node: fx.Node, ahead: int, count: int, sizes: Sequence[int]) -
         for end in range(begin + 1, len(sizes) + 1):
             if math.prod(sizes[:begin]) == ahead and math.prod(sizes[begin:end]) == count:
                 return range(begin, end)
-    raise Mixes(node, "mixes tokens with something else")
+    raise Mixes(node, "mixes {}s with something else")
 
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})

@@ -97,6 +97,7 @@ class _LayerFinder(RegionGrowth):
     def _takes_in(self, node: fx.Node) -> bool:
         region = self.region
         before = dict(region.cuts), dict(region.given), region.window, region.count
+        whole = set(self.read_whole)
         try:
             given = {tokens for (_, source), tokens in region.given.items() if source is node}
             if not given:
@@ -110,6 +111,7 @@ class _LayerFinder(RegionGrowth):
             self.check_exits()
         except Mixes:
             region.cuts, region.given, region.window, region.count = before
+            self.read_whole = whole
         return node in region.cuts
 
     def _check_order(self, new: Set[fx.Node]) -> None:

@@ -118,7 +118,11 @@ def middle_of(read: Gathered, weights: Mapping[str, int], counts: Counts = lambd
     """
     nodes = {marker.node: Cut((dim,)) for name, dim in weights.items() for marker in read.markers.get(name, ())}
     growth = _MiddleGrowth(Middle(weights=nodes), weights, read.alone, counts)
-    growth.grow()
+    try:
+        growth.grow()
+    except Mixes as error:
+        error.place = "place of the hidden dimension"
+        raise
     return growth.region
 
 
@@ -149,6 +153,7 @@ class _MiddleGrowth(Growth):
             source = next(n for n in node.all_input_nodes if self.inside(n) is not None)
             self.enter(node, self._result(node, source), source)
         self._drop_inner()
+        self.check_whole()
 
     def _push(self, node: fx.Node) -> None:
         """The readers of ``node`` are to be looked at."""
@@ -161,7 +166,7 @@ class _MiddleGrowth(Growth):
             found = self.inside(source)
             if found is not None:
                 if found != cut:
-                    raise Mixes(node, "mixes the hidden dimension with something else")
+                    raise Mixes(node, "mixes {}s with something else")
                 del self.region.given[node, source]
 
     def _gradient(self, node: fx.Node) -> None:
@@ -210,7 +215,7 @@ class _MiddleGrowth(Growth):
             return Cut((len(after) - 1,))
         if cut.dim == 0 and _is(after[0], self.hidden):
             return cut
-        raise Mixes(node, "mixes the hidden dimension with something else")
+        raise Mixes(node, "mixes {}s with something else")
 
     def _of_one(self, node: fx.Node, found: Cut | None) -> Cut | None:
         if found is not None and len(found.dims) != 1:

@@ -46,12 +46,14 @@ class Growth:
 
     Attributes:
         in_loops: whether what reads a sum may run in another loop, behind that of the sum.
+        read_whole: operators inside, each with an argument that it reads whole.
     """
 
     in_loops = False
 
     def __init__(self, region: Region, counts: Counts) -> None:
         self.region, self.counts = region, counts
+        self.read_whole: set[tuple[fx.Node, fx.Node]] = set()
 
     def enter(self, node: fx.Node, cut: Cut | None, behind: fx.Node | None = None) -> None:
         """``node`` is inside, with this ``cut``, as was found ``behind`` something; so is what it reads and ``makes``.
@@ -68,7 +70,7 @@ class Growth:
         if node.target in SLICES and any(isinstance(place, fx.Node) for place in node.args[SLICES[node.target] :]):
             raise Mixes(node, "slices at places that are not known before it runs")
         if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise Mixes(node, "is random: a tile of it would be another one")
+            raise Mixes(node, "is random: a part of it would be another one")
         self.entered(node, cut)
         for source in node.all_input_nodes:
             if source is behind or not isinstance(source.meta.get("val"), (torch.Tensor, tuple, list)):
@@ -76,15 +78,24 @@ class Growth:
             wanted, found = self.operand(node, source, cut), self.inside(source)
             if found is not None:
                 if found != wanted:
-                    raise Mixes(node, "mixes tokens with something else")
-            elif wanted is None:
-                continue
+                    raise Mixes(node, "mixes {}s with something else")
             elif source in self.region.cuts and not self.in_loops:
-                raise Mixes(node, "reads a sum over all tokens")
+                raise Mixes(node, "reads a sum over all {}s")
+            elif wanted is None:
+                self.read_whole.add((node, source))
             elif source not in self.region.cuts and self.makes(node, source, wanted):
                 yield source, wanted
             else:
                 self.region.given[node, source] = wanted
+
+    def check_whole(self) -> None:
+        """Raises:
+        Mixes: what is read whole was found inside afterwards.
+        """
+        cuts = self.region.cuts
+        for node, source in self.read_whole:
+            if node in cuts and source in cuts and (cuts[source] is not None or not self.in_loops):
+                raise Mixes(node, "reads all {}s")
 
     def inside(self, node: fx.Node) -> Cut | None:
         """The cut of what is inside; None of a sum, and of anything outside."""
@@ -123,7 +134,7 @@ def copies_of(
         cut = region.cuts[node]
 
         def argument(source: fx.Node, node: fx.Node = node) -> fx.Node:
-            found = copies.get(source) or part(node, source)
+            found = part(node, source) or copies.get(source)
             if found is None and _is_constant(source):
                 args = fx.node.map_arg(source.args, argument)
                 found = copies[source] = insert(source, args)  # type: ignore[arg-type]

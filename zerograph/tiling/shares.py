@@ -70,7 +70,7 @@ class Shares:
         return self._padded(node, dim, lacking) if lacking else node
 
     def place(self, node: fx.Node, into: fx.Node | None, dim: int, begin: int, end: int) -> fx.Node:
-        """Put a tile, with what pads it, beside the others, in what :meth:`whole` takes."""
+        """Put a tile, with what pads it, beside the others, in what :meth:`full` takes."""
         parts, at = self._split(node, dim, end - begin), dim + (self.ranks > 1)
         shape, val = [-1] * parts.meta["val"].dim(), parts.meta["val"]
         shape[dim], shape[at] = self.ranks, self.share

@@ -11,7 +11,6 @@ of it is made for no others.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +130,7 @@ class RegionGrowth(Growth):
         """Raises:
         Mixes: what is read outside cannot be put together.
         """
+        self.check_whole()
         inside = self.region.cuts
         zero = zero_outside(inside) if self.region.window is not None else frozenset[fx.Node]()
         for node in self.region.exits():
@@ -163,6 +163,8 @@ class RegionGrowth(Growth):
         return False
 
     def entered(self, node: fx.Node, cut: Cut | None) -> None:
+        if cut is None and node.target in PRODUCTS and len(node.args) > 2:
+            raise Mixes(node, "adds something to a sum over {}s, which each tile would add again")
         window = window_of(node, cut) if cut is not None else None
         if window is not None:
             self._look_through(window, node)
@@ -170,7 +172,7 @@ class RegionGrowth(Growth):
             self.region.cuts.update((part, cut) for part in self._users(node))
 
     def makes(self, node: fx.Node, source: fx.Node, cut: Cut) -> bool:
-        if node.target is operator.getitem:
+        if source.target in SEVERAL:
             return True
         made = source.op == "call_function" and (source.target not in PRODUCTS or self._begins(source, cut))
         # What is sliced for the loss to read, such as a label's probabilities, is there anyway.
@@ -196,7 +198,7 @@ class RegionGrowth(Growth):
         source = next(n for n in node.all_input_nodes if n in self.region.cuts)
         tokens = self.region.cuts[source]
         if tokens is None:
-            raise Mixes(node, "reads a sum over all tokens")
+            raise Mixes(node, "reads a sum over all {}s")
         self.enter(node, cut_of_result(node, source, tokens), source)
         self.forget_given()
 

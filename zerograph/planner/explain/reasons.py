@@ -111,7 +111,7 @@ def _updated(step: Step, plan: Plan) -> Iterator[Reason]:
             yield Reason("optimizer", f"{done} inside of the backward, by buckets", "no gradient is kept for its norm")
             return
         yield Reason("optimizer", done, "gradients may be clipped by their norm, so it waits for the whole backward")
-        if plan.overlap != "none":
+        if plan.overlap != "none" and any(bucket.placement.optimizer != "device" for bucket in plan.buckets):
             beside = "forward" if plan.overlap == "forward" else "step, which computes with copies from before"
             yield Reason("updates", f"of what left the device run beside the next {beside}", "they need no device")
 

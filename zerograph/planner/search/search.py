@@ -75,13 +75,15 @@ class Search:
         self.constraints, self.moments = constraints, moments
         self.variants: list[Variant]
         self.spaces: list[SearchSpace]
+        self.states: int
         self._parts: list[Search] = []  # one for each place of updates, where that is open
         if constraints.overlap == "auto":
             for overlap in EXACT:
                 more = {"states": states, "moments": moments, "work": work, "thorough": thorough}
                 one = replace(constraints, overlap=overlap)
                 self._parts.append(Search(step, one, machine, within=next(iter(self._parts), None), **more))  # type: ignore[arg-type]
-            self.variants, self.spaces = self._parts[0].variants, self._parts[0].spaces
+            first_part = self._parts[0]
+            self.variants, self.spaces, self.states = first_part.variants, first_part.spaces, first_part.states
             return
         with without_gc():
             like = within if within is not None and same_variants(constraints, within.constraints) else None
@@ -217,10 +219,12 @@ def smallest(
     )
     tiers = constraints.tiers(machine)
     placements = open_placements(constraints.offload, tiers, constraints.sharding)
+    fixed = [replace(constraints, overlap=one) for one in EXACT] if constraints.overlap == "auto" else [constraints]
     with without_gc():
         return [
             space.of(plan)
             for variant in known or variants_of(Graph.of(step), constraints, machine)
-            for space in spaces_of(step, constraints, machine, states, moments, variant)
+            for one in fixed
+            for space in spaces_of(step, one, machine, states, moments, variant)
             for plan in first(space.plan, all_decisions(space, constraints, placements, tiers), least=True)
         ]
