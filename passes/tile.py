@@ -146,9 +146,9 @@ class _RowTiles:
         self.like, into = product, None
         with self.graph.inserting_before(product):
             # A copy, so that the bias is read once and not by each tile.
-            biases = [self._wide(one, copies=True) for one in bias]  # type: ignore[arg-type]
+            biases = [self._columns_of(one, copies=True) for one in bias]  # type: ignore[arg-type]
             for param, weight in self._markers():
-                begins = [self._part(one, param) for one in biases]
+                begins = [part(param) for part in biases]
                 columns = self._call(product.target, *begins, x, self._as_read(weight, product))
                 into = self._place_columns(columns, into, param)
             assert into is not None
@@ -159,9 +159,9 @@ class _RowTiles:
         *bias, x, _ = product.args
         self.like, into = product, None
         with self.graph.inserting_before(product):
-            wide = self._wide(x)  # type: ignore[arg-type]
+            part = self._columns_of(x)  # type: ignore[arg-type]
             for param, weight in self._markers():
-                into = added(self.graph, [self._part(wide, param), self._as_read(weight, product)], into, product)
+                into = added(self.graph, [part(param), self._as_read(weight, product)], into, product)
             assert into is not None
             for one in bias:
                 into = self._call(aten.add.Tensor, into, one)
@@ -204,10 +204,10 @@ class _RowTiles:
         factor: fx.Node = grad.args[1] if transposed else grad.args[0]  # type: ignore[assignment]
         if not transposed:
             factor = factor.args[0] if is_transpose(factor) else self._transpose(factor)  # type: ignore[assignment]
-        wide = self._wide(factor)
+        columns = self._columns_of(factor)
 
         def rows(param: ParamTile) -> fx.Node:
-            part = self._part(wide, param)
+            part = columns(param)
             if transposed:
                 return self._call(grad.target, grad.args[0], part)
             return self._call(grad.target, self._transpose(part), grad.args[1])
@@ -249,12 +249,11 @@ class _RowTiles:
 
     # ---- the parameter's rows as the last dimension of something
 
-    def _wide(self, node: fx.Node, *, copies: bool = False) -> fx.Node:
-        return self.shares.wide(node, node.meta["val"].dim() - 1, copies=copies)
-
-    def _part(self, wide: fx.Node, param: ParamTile) -> fx.Node:
-        """The columns of one tile, side by side."""
-        return self.shares.part(wide, wide.meta["val"].dim() - 1 - (self.shares.ranks > 1), param.begin, param.end)
+    def _columns_of(self, node: fx.Node, *, copies: bool = False) -> Callable[[ParamTile], fx.Node]:
+        """The function that makes the columns of one tile, side by side; what tiles share is made here."""
+        dim = node.meta["val"].dim() - 1
+        wide = self.shares.wide(node, dim, copies=copies)
+        return lambda param: self.shares.part(wide, dim, param.begin, param.end)
 
     def _place_columns(self, columns: fx.Node, into: fx.Node | None, param: ParamTile) -> fx.Node:
         return self.shares.place(columns, into, 1, param.begin, param.end)

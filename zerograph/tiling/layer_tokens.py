@@ -96,8 +96,7 @@ class _LayerFinder(RegionGrowth):
 
     def _takes_in(self, node: fx.Node) -> bool:
         region = self.region
-        before = dict(region.cuts), dict(region.given), region.window, region.count
-        whole = set(self.read_whole)
+        before = dict(region.cuts), dict(region.given), region.window, region.count, set(self.read_whole)
         try:
             given = {tokens for (_, source), tokens in region.given.items() if source is node}
             if not given:
@@ -110,8 +109,7 @@ class _LayerFinder(RegionGrowth):
             self._check_order(region.cuts.keys() - before[0].keys())
             self.check_exits()
         except Mixes:
-            region.cuts, region.given, region.window, region.count = before
-            self.read_whole = whole
+            region.cuts, region.given, region.window, region.count, self.read_whole = before
         return node in region.cuts
 
     def _check_order(self, new: Set[fx.Node]) -> None:

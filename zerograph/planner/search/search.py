@@ -79,9 +79,12 @@ class Search:
         self._parts: list[Search] = []  # one for each place of updates, where that is open
         if constraints.overlap == "auto":
             for overlap in EXACT:
-                more = {"states": states, "moments": moments, "work": work, "thorough": thorough}
-                one = replace(constraints, overlap=overlap)
-                self._parts.append(Search(step, one, machine, within=next(iter(self._parts), None), **more))  # type: ignore[arg-type]
+                one, like = replace(constraints, overlap=overlap), self._parts[0] if self._parts else None
+                self._parts.append(
+                    Search(
+                        step, one, machine, states=states, moments=moments, work=work, thorough=thorough, within=like
+                    )
+                )
             first_part = self._parts[0]
             self.variants, self.spaces, self.states = first_part.variants, first_part.spaces, first_part.states
             return
