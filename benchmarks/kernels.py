@@ -3,7 +3,9 @@
     python benchmarks/kernels.py [--elements 250000000] [--repeats 30] [--json FILE]
 
 All variants of a case run in turn, a round of each per repeat; shown are the median, the quartiles, and the median of
-the ratios within a round. Cases:
+the ratios within a round, of the time on the device: events around a call that was submitted while the device was busy
+with something else, so that nothing of the host is in it. "host" is the median time that the call takes to submit. In
+training the device is behind the host, and hides it. Cases:
 
 copy       a tensor is copied: the bytes per second that the others are compared with
 fp32       AdamW of float32 parameters, gradients and moments, 28 bytes for each element; asked: 0.9 of a copy's rate
@@ -26,6 +28,7 @@ import torch
 from facts import append_json, describe, machine_facts, version
 
 Variants = dict[str, Callable[[], object]]
+BUSY = 30_000_000  # cycles that the device sleeps before a call, longer than any of them takes to submit
 
 
 class Case(NamedTuple):
@@ -99,33 +102,45 @@ def packed(elements: int) -> Case:
     return Case(variants, 6 * elements)
 
 
-def measure(variants: Variants, repeats: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each run, and bytes that one allocates at most."""
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    peaks = {}
+class Measured(NamedTuple):
+    """Seconds of each run of one variant on the device and to submit it, and bytes that it allocates at most."""
+
+    device: list[float]
+    host: list[float]
+    peak: int
+
+
+def measure(variants: Variants, repeats: int) -> dict[str, Measured]:
+    found = {name: Measured([], [], 0) for name in variants}
     for repeat in range(repeats + 3):
         for name, call in variants.items():
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            before, begin = torch.cuda.memory_allocated(), time.perf_counter()
+            before, marks = torch.cuda.memory_allocated(), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            torch.cuda._sleep(BUSY)
+            marks[0].record()
+            begin = time.perf_counter()
             call()
+            host = time.perf_counter() - begin
+            marks[1].record()
             torch.cuda.synchronize()
             if repeat >= 3:
-                samples[name].append(time.perf_counter() - begin)
-                peaks[name] = torch.cuda.max_memory_allocated() - before
-    return samples, peaks
+                found[name].device.append(marks[0].elapsed_time(marks[1]) / 1e3)
+                found[name].host.append(host)
+                found[name] = found[name]._replace(peak=torch.cuda.max_memory_allocated() - before)
+    return found
 
 
-def report(name: str, case: Case, samples: dict[str, list[float]], peaks: dict[str, int], copy: float) -> float:
+def report(name: str, case: Case, found: dict[str, Measured], copy: float) -> float:
     """Prints a case; returns bytes per second of its first variant."""
-    first, *_ = samples
+    first, *_ = found
     print(f"\n{name}")
     rate = 0.0
-    for variant, times in samples.items():
+    for variant, (times, host, peak) in found.items():
         low, median, high = statistics.quantiles(times, n=4)
-        ratio = statistics.median(a / b for a, b in zip(times, samples[first], strict=True))
+        ratio = statistics.median(a / b for a, b in zip(times, found[first].device, strict=True))
         line = f"  {variant:14}{median * 1e3:10.3f} ms  ({low * 1e3:.3f} to {high * 1e3:.3f}){ratio:8.2f}x {first}'s"
-        line += f", {peaks[variant] / 2**20:.0f} MiB more"
+        line += f", host {statistics.median(host) * 1e3:.3f} ms, {peak / 2**20:.0f} MiB more"
         if case.bytes:
             line += f", {case.bytes / median / 1e9:.0f} GB/s"
             line += f" ({case.bytes / median / copy:.2f} of a copy's)" if copy else ""
@@ -159,11 +174,13 @@ def main() -> None:
     copy = 0.0
     for name, build in cases.items():
         case = build()
-        samples, peaks = measure(case.variants, args.repeats)
-        rate = report(name, case, samples, peaks, copy)
+        found = measure(case.variants, args.repeats)
+        rate = report(name, case, found, copy)
         copy = copy or rate
         if args.json:
-            append_json(args.json, {"case": name, "samples": samples, "peaks": peaks, "facts": facts})
+            append_json(
+                args.json, {"case": name, "facts": facts, **{key: each._asdict() for key, each in found.items()}}
+            )
         del case
         torch.cuda.empty_cache()
 

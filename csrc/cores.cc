@@ -1,24 +1,40 @@
 #include "cores.h"
 
+#include <fcntl.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
+#include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <limits>
 #include <map>
-#include <sstream>
 
 namespace zg {
 
 namespace {
 
-std::string read_line(const std::string& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
+// What a file holds; nothing where it cannot be read. No streams of C++ anywhere in the core: where a toolchain links
+// libstdc++ statically and another library of the process brings its own, the two share the streams' locales and crash.
+std::string read_file(const std::string& path) {
+  std::string text;
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) return text;
+  char block[4096];
+  for (ssize_t got; (got = read(file, block, sizeof block)) > 0;) text.append(block, static_cast<std::size_t>(got));
+  close(file);
+  return text;
+}
+
+std::vector<std::string> split(const std::string& text, char at) {
+  std::vector<std::string> parts;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find(at, begin), text.size());
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
 }
 
 using Core = std::vector<int>;  // its hardware threads
@@ -29,11 +45,11 @@ double ratio(double quota, double period) { return quota > 0 && period > 0 ? quo
 
 // Of one group, by version 2 ("50000 100000", "max 100000") or 1 of the interface; no such file: no limit.
 double quota_of(const std::string& group) {
-  std::istringstream both(read_line(group + "/cpu.max"));
   double quota = 0, period = 0;
-  if (both >> quota >> period) return ratio(quota, period);
-  std::istringstream first(read_line(group + "/cpu.cfs_quota_us")), second(read_line(group + "/cpu.cfs_period_us"));
-  return first >> quota && second >> period ? ratio(quota, period) : kUnlimited;
+  if (std::sscanf(read_file(group + "/cpu.max").c_str(), "%lf %lf", &quota, &period) == 2) return ratio(quota, period);
+  const bool limited = std::sscanf(read_file(group + "/cpu.cfs_quota_us").c_str(), "%lf", &quota) == 1 &&
+                       std::sscanf(read_file(group + "/cpu.cfs_period_us").c_str(), "%lf", &period) == 1;
+  return limited ? ratio(quota, period) : kUnlimited;
 }
 
 std::size_t number_of(const std::string& text, std::size_t otherwise) {
@@ -48,8 +64,7 @@ using Environment = std::map<std::string, std::string>;
 // What a process was started with.
 Environment read_environment(const std::string& process) {
   Environment found;
-  std::ifstream file(process + "/environ");
-  for (std::string entry; std::getline(file, entry, '\0');)
+  for (const std::string& entry : split(read_file(process + "/environ"), '\0'))
     if (const std::size_t sign = entry.find('='); sign != std::string::npos)
       found.emplace(entry.substr(0, sign), entry.substr(sign + 1));
   return found;
@@ -58,8 +73,7 @@ Environment read_environment(const std::string& process) {
 // The list of processors a process may use, as the kernel writes it; empty where that is unknown.
 std::string read_mask(const std::string& process) {
   static const std::string key = "Cpus_allowed_list:";
-  std::ifstream file(process + "/status");
-  for (std::string line; std::getline(file, line);)
+  for (const std::string& line : split(read_file(process + "/status"), '\n'))
     if (line.compare(0, key.size(), key) == 0) return line.substr(std::min(line.size(), key.size() + 1));
   return {};
 }
@@ -119,8 +133,7 @@ Sharers find_sharers(std::size_t rank, std::size_t ranks, const std::string& pro
 
 std::vector<int> parse_cpu_list(const std::string& text) {
   std::vector<int> numbers;
-  std::istringstream parts(text);
-  for (std::string part; std::getline(parts, part, ',');) {
+  for (const std::string& part : split(text, ',')) {
     int first = 0, last = 0;
     const int found = std::sscanf(part.c_str(), "%d-%d", &first, &last);
     if (found < 1) continue;
@@ -147,13 +160,13 @@ std::vector<int> allowed_cpus() {
 
 std::vector<Cpu> describe_cpus(const std::vector<int>& allowed, const std::string& system) {
   std::map<int, int> nodes;
-  for (const int node : parse_cpu_list(read_line(system + "/node/online")))
-    for (const int cpu : parse_cpu_list(read_line(system + "/node/node" + std::to_string(node) + "/cpulist")))
+  for (const int node : parse_cpu_list(read_file(system + "/node/online")))
+    for (const int cpu : parse_cpu_list(read_file(system + "/node/node" + std::to_string(node) + "/cpulist")))
       nodes[cpu] = node;
   std::vector<Cpu> cpus;
   for (const int id : allowed) {
     const std::string topology = system + "/cpu/cpu" + std::to_string(id) + "/topology/thread_siblings_list";
-    const std::vector<int> siblings = parse_cpu_list(read_line(topology));
+    const std::vector<int> siblings = parse_cpu_list(read_file(topology));
     const auto node = nodes.find(id);
     cpus.push_back({id, siblings.empty() ? id : siblings.front(), node == nodes.end() ? 0 : node->second});
   }
@@ -162,8 +175,7 @@ std::vector<Cpu> describe_cpus(const std::vector<int>& allowed, const std::strin
 
 double cpu_quota(const std::string& groups, const std::string& mount) {
   double least = kUnlimited;
-  std::ifstream file(groups);
-  for (std::string line; std::getline(file, line);) {  // id:controllers:path, no controllers in version 2
+  for (const std::string& line : split(read_file(groups), '\n')) {  // id:controllers:path, no controllers in version 2
     const std::size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";

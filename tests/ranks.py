@@ -7,6 +7,7 @@ from one server that imported torch and the compiler, which takes longer than mo
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import logging
 import multiprocessing as mp
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.forkserver import ensure_running
+from pathlib import Path
 from typing import Any
 
 TIMEOUT = 180.0
@@ -69,6 +71,7 @@ class _Group:
         self.alive, self.calls = True, 0
         handle, store = tempfile.mkstemp(prefix="zerograph-test-store-")
         os.close(handle)
+        self.store = store
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
@@ -91,7 +94,9 @@ class _Group:
             try:
                 ok, value = pipe.recv()
             except EOFError:
-                ok, value = False, "the process ended"
+                self.processes[rank].join(1.0)
+                value = f"the process ended with exit code {self.processes[rank].exitcode}\n{_crash(self.store, rank)}"
+                ok = False
             if ok:
                 results.append(value)
             else:
@@ -105,27 +110,35 @@ class _Group:
         self.alive = False
         for process in self.processes:
             process.kill()
-        for process in self.processes:
+        for rank, process in enumerate(self.processes):
             process.join()
+            Path(f"{self.store}.{rank}.crash").unlink(missing_ok=True)
 
 
 def server() -> mp.context.ForkServerContext:
-    """Where ranks are forked from. OpenMP reads its number of threads when torch is imported."""
+    """Where ranks are forked from. OpenMP reads its number of threads when torch is imported, and Inductor asks whether
+    there is a GPU: answered by CUDA and not by NVML, no process forked from here could use one."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "zerograph.compiler.driver"])
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    before = dict(os.environ)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     try:
         ensure_running()
     finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+        os.environ.clear()
+        os.environ |= before
     return context
+
+
+def _crash(store: str, rank: int) -> str:
+    """What a rank wrote that was stopped by a signal: where each of its threads was."""
+    path = Path(f"{store}.{rank}.crash")
+    return path.read_text() if path.exists() else ""
 
 
 def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    faulthandler.enable(os.open(f"{store}.{rank}.crash", os.O_CREAT | os.O_WRONLY))
     import torch
     import torch.distributed as dist
     from conftest import COLLECT

@@ -21,6 +21,9 @@ BLOCK = 1024
 ROUNDS = 16
 """How often it does."""
 
+PARTIAL = 4096
+"""Sums of programs that the last one adds up at once."""
+
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of squares over all elements of dense ``tensors``, of one device; NaN and infinities are carried.
@@ -46,7 +49,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         begin += len(programs)
     total = torch.empty((), dtype=torch.float64, device=device)
     with on(device):
-        _add_partial[(1,)](partial, total, len(partial), BLOCK)
+        _add_partial[(1,)](partial, total, len(partial), PARTIAL, num_warps=8)
     return total
 
 

@@ -30,8 +30,8 @@ def _here(case: Callable[..., Any], *args: Any) -> Any:
 @pytest.mark.parametrize(
     "case", [cases.unusual, cases.alike_everywhere, cases.reads_gradients], ids=lambda c: c.__name__
 )
-def test_training_is_the_same(case: str, world_size: int) -> None:
-    run(world_size, _here, getattr(cases, case))
+def test_training_is_the_same(case: Callable[[], object], world_size: int) -> None:
+    run(world_size, _here, case)
 
 
 def _odd(offload: str) -> None:

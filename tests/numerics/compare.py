@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import zerograph
 
@@ -74,9 +76,16 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 
 def full(value: Tensor) -> Tensor:
-    """The whole of ``value`` as a plain tensor of its own."""
+    """The whole of ``value`` as a plain tensor of its own, on the host.
+
+    It is gathered there too: ranks that share a GPU have gloo, whose functional collectives of torch 2.11 end the
+    process where tensors are on a device."""
     value = value.detach()
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    if isinstance(value, DTensor):
+        mesh = init_device_mesh("cpu", value.device_mesh.shape)
+        local, shape, stride = value.to_local().cpu(), value.shape, value.stride()
+        value = DTensor.from_local(local, mesh, value.placements, shape=shape, stride=stride).full_tensor()
+    return value.cpu().clone()
 
 
 def full_values(model: nn.Module) -> Values:
