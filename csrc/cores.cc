@@ -15,8 +15,8 @@ namespace zg {
 
 namespace {
 
-// What a file holds; nothing where it cannot be read. No streams of C++ anywhere in the core: where a toolchain links
-// libstdc++ statically and another library of the process brings its own, the two share the streams' locales and crash.
+// What a file holds; nothing where it cannot be read. Not a stream: their locales are shared with whatever other libstdc++
+// the process has (torch's), which crashed where ours was linked statically (CMakeLists.txt).
 std::string read_file(const std::string& path) {
   std::string text;
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
