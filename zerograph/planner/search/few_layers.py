@@ -117,7 +117,7 @@ def _kinds(space: SearchSpace) -> dict[str, object]:
         layer = profile.regions[life.start].layer
         if layer in found:
             found[layer].append((life.bytes, tuple(life.saved)))
-    reads, readers = _reads(space), _readers(space)
+    reads, readers = _reads(space)
     place = {layer: k for k, layer in enumerate(profile.layers)}
     for layer in profile.layers:
         for bucket in reads[layer]:
@@ -129,32 +129,26 @@ def _kinds(space: SearchSpace) -> dict[str, object]:
     return {layer: tuple(own) for layer, own in found.items()}
 
 
-def _readers(space: SearchSpace) -> list[set[str]]:
-    """By bucket the layers that read it; the empty string stands for what is in none."""
+def _reads(space: SearchSpace) -> tuple[dict[str, list[int]], list[set[str]]]:
+    """By layer the buckets that it reads, the first first; and by bucket the layers that read it, of which the empty
+    string stands for what is in none."""
     scheduler = space.scheduler
-    found: list[set[str]] = [set() for _ in space.plan.buckets]
+    reads: dict[str, dict[int, None]] = {layer: {} for layer in scheduler.profile.layers}
+    readers: list[set[str]] = [set() for _ in space.plan.buckets]
     for region in scheduler.profile.regions:
         for atom in region.work[0].atoms:
             for name in (*atom.params, *(name for name, _ in atom.gradients)):
-                found[scheduler.bucket_of[name]].add(region.layer)
-    return found
-
-
-def _reads(space: SearchSpace) -> dict[str, list[int]]:
-    """By layer the buckets that it reads, the first first."""
-    scheduler = space.scheduler
-    found: dict[str, dict[int, None]] = {layer: {} for layer in scheduler.profile.layers}
-    for region in scheduler.profile.regions:
-        for atom in region.work[0].atoms if region.layer in found else ():
-            for name in (*atom.params, *(name for name, _ in atom.gradients)):
-                found[region.layer][scheduler.bucket_of[name]] = None
-    return {layer: list(own) for layer, own in found.items()}
+                bucket = scheduler.bucket_of[name]
+                readers[bucket].add(region.layer)
+                if region.layer in reads:
+                    reads[region.layer][bucket] = None
+    return {layer: list(own) for layer, own in reads.items()}, readers
 
 
 def _without(space: SearchSpace, left_out: Sequence[str]) -> dict[str, Any]:
     """The arguments of the space without these layers, which follow one another."""
     scheduler, plan, gone = space.scheduler, space.plan, set(left_out)
-    layers, reads, readers = scheduler.profile.layers, _reads(space), _readers(space)
+    layers, (reads, readers) = scheduler.profile.layers, _reads(space)
     behind = layers[layers.index(left_out[-1]) + 1]
     # A bucket of the first layer that is left out and the one before goes on to the one behind, for that one's own.
     pairs = zip(reads[left_out[0]], reads[behind], strict=True)
@@ -285,9 +279,9 @@ def _carried(plan: Plan, source: SearchSpace, target: SearchSpace, does_as: Mapp
 
 def _by_layer(space: SearchSpace) -> dict[str, list[int]]:
     """The buckets of each layer: those that it reads, but for those that one before it reads, or what is in none."""
-    readers, taken = _readers(space), set[int]()
+    (reads, readers), taken = _reads(space), set[int]()
     found: dict[str, list[int]] = {}
-    for layer, read in _reads(space).items():
+    for layer, read in reads.items():
         found[layer] = [bucket for bucket in read if bucket not in taken and "" not in readers[bucket]]
         taken.update(read)
     return found
