@@ -16,6 +16,10 @@ from torch import Tensor
 _VECTOR = 16
 """Bytes that a thread loads at once, where everything is aligned to them."""
 
+_KEPT = 64
+"""Tensors of a table that is kept, at most: those of a bucket's message. Tables of a whole model, one in each step,
+would take hundreds of megabytes where addresses change."""
+
 TRITON_DTYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -56,7 +60,8 @@ def table(
     rows = tuple(map(tuple, (*addresses, *numbers)))
     # What one stream copied another might read too early: each has tables of its own.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    columns, aligned = _columns(rows, len(addresses), device, stream)
+    columns_of = _columns if len(rows[0]) <= _KEPT else _columns.__wrapped__
+    columns, aligned = columns_of(rows, len(addresses), device, stream)
     return NumberTable(columns, _sent(torch.tensor(shared, dtype=torch.float64), device), aligned)
 
 
@@ -64,7 +69,7 @@ def table(
 def _columns(
     rows: tuple[tuple[int, ...], ...], addressed: int, device: torch.device, stream: int
 ) -> tuple[Tensor, bool]:
-    """Kept, since an allocator gives the tensors of each step the addresses of the step before."""
+    """Small ones are kept, since an allocator gives the tensors of each step the addresses of the step before."""
     columns = torch.tensor(rows, dtype=torch.int64)
     return _sent(columns, device), not bool((columns[:addressed] % _VECTOR).any())
 
