@@ -16,10 +16,6 @@ from torch import Tensor
 _VECTOR = 16
 """Bytes that a thread loads at once, where everything is aligned to them."""
 
-_KEPT = 64
-"""Tensors of a table that is kept, at most: those of a bucket's message. Tables of a whole model, one in each step,
-would take hundreds of megabytes where addresses change."""
-
 TRITON_DTYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -49,7 +45,7 @@ class NumberTable(NamedTuple):
 def table(
     addresses: Sequence[Sequence[int]], numbers: Sequence[Sequence[int]], shared: Sequence[float], device: torch.device
 ) -> NumberTable:
-    """Bring ``addresses`` and ``numbers``, the columns of the table in this order, to ``device``; nothing waits.
+    """Bring ``addresses`` and ``numbers``, the columns of the table in this order, to ``device`` in one copy.
 
     Args:
         addresses: columns, each with one address for each tensor; 0 where a tensor has none.
@@ -57,28 +53,15 @@ def table(
         shared: numbers that all tensors share.
         device: where the kernels run.
     """
-    rows = tuple(map(tuple, (*addresses, *numbers)))
-    # What one stream copied another might read too early: each has tables of its own.
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    columns_of = _columns if len(rows[0]) <= _KEPT else _columns.__wrapped__
-    columns, aligned = columns_of(rows, len(addresses), device, stream)
-    return NumberTable(columns, _sent(torch.tensor(shared, dtype=torch.float64), device), aligned)
-
-
-@functools.lru_cache(maxsize=1024)
-def _columns(
-    rows: tuple[tuple[int, ...], ...], addressed: int, device: torch.device, stream: int
-) -> tuple[Tensor, bool]:
-    """Small ones are kept, since an allocator gives the tensors of each step the addresses of the step before."""
-    columns = torch.tensor(rows, dtype=torch.int64)
-    return _sent(columns, device), not bool((columns[:addressed] % _VECTOR).any())
-
-
-def _sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copied to ``device`` without waiting for it; torch uses pinned memory again only once the copy has ended."""
-    if not numbers.numel() or device.type == "cpu":
-        return numbers.to(device)
-    return numbers.pin_memory().to(device, non_blocking=True)
+    rows = [*addresses, *numbers]
+    pinned = device.type == "cuda"
+    sent = torch.empty(len(shared) + sum(map(len, rows)), dtype=torch.int64, pin_memory=pinned)
+    sent[: len(shared)].view(torch.float64).copy_(torch.tensor(shared, dtype=torch.float64))
+    columns = sent[len(shared) :].view(len(rows), -1)
+    columns.copy_(torch.tensor(rows, dtype=torch.int64))
+    aligned = not bool((columns[: len(addresses)] % _VECTOR).any())
+    there = sent.to(device, non_blocking=True)  # torch uses pinned memory again only once the copy has ended
+    return NumberTable(there[len(shared) :].view(len(rows), -1), there[: len(shared)].view(torch.float64), aligned)
 
 
 @functools.lru_cache(maxsize=256)
