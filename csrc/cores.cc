@@ -5,11 +5,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
 #include <limits>
 #include <map>
+
+#include "memory.h"
 
 namespace zg {
 
@@ -19,11 +22,10 @@ namespace {
 // the process has (torch's), which crashed where ours was linked statically (CMakeLists.txt).
 std::string read_file(const std::string& path) {
   std::string text;
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) return text;
+  const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   char block[4096];
-  for (ssize_t got; (got = read(file, block, sizeof block)) > 0;) text.append(block, static_cast<std::size_t>(got));
-  close(file);
+  for (ssize_t got; (got = read(file.get(), block, sizeof block)) > 0 || (got < 0 && errno == EINTR);)
+    if (got > 0) text.append(block, static_cast<std::size_t>(got));
   return text;
 }
 
