@@ -21,6 +21,8 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TIMEOUT = 180.0
 """Seconds a call may take before its group is killed and the test fails."""
 
@@ -120,13 +122,10 @@ def server() -> mp.context.ForkServerContext:
     there is a GPU: answered by CUDA and not by NVML, no process forked from here could use one."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "zerograph.compiler.driver"])
-    before = dict(os.environ)
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ |= before
     return context
 
 

@@ -26,24 +26,18 @@ def _here(case: Callable[..., Any], *args: Any) -> Any:
     return case(*args)
 
 
-GATHERS_PARAMETERS_ON_THE_DEVICE = pytest.mark.xfail(
-    raises=RankFailure,
-    strict=False,
-    reason="torch 2.11's functional collectives end the process where gloo's tensors are on a GPU",
-)
-
-
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("case", "world_size"),
-    [
-        *((case, 1) for case in (cases.unusual, cases.alike_everywhere, cases.reads_gradients)),
-        *((case, 2) for case in (cases.alike_everywhere, cases.reads_gradients)),
-        pytest.param(cases.unusual, 2, marks=GATHERS_PARAMETERS_ON_THE_DEVICE),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    "case", [cases.unusual, cases.alike_everywhere, cases.reads_gradients], ids=lambda c: c.__name__
 )
 def test_training_is_the_same(case: Callable[[], object], world_size: int) -> None:
-    run(world_size, _here, case)
+    try:
+        run(world_size, _here, case)
+    except RankFailure as failure:
+        # It gathers parameters that are on the device, which ranks that share one have gloo for.
+        if case is cases.unusual and world_size == 2 and "exit code -11" in str(failure):
+            pytest.xfail("torch 2.11 ends the process where gloo gathers tensors on a GPU")
+        raise
 
 
 def _odd(offload: str) -> None:

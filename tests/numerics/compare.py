@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import zerograph
@@ -78,14 +78,13 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 def full(value: Tensor) -> Tensor:
     """The whole of ``value`` as a plain tensor of its own, on the host.
 
-    It is gathered there too: ranks that share a GPU have gloo, whose functional collectives of torch 2.11 end the
-    process where tensors are on a device."""
+    It is gathered there too: where ranks share a GPU, gloo's gather of tensors on it ends the process in torch 2.11."""
     value = value.detach()
-    if isinstance(value, DTensor):
-        mesh = init_device_mesh("cpu", value.device_mesh.shape)
+    if isinstance(value, DTensor) and value.device_mesh.device_type != "cpu":
+        mesh = DeviceMesh.from_group(value.device_mesh.get_group(), "cpu")
         local, shape, stride = value.to_local().cpu(), value.shape, value.stride()
-        value = DTensor.from_local(local, mesh, value.placements, shape=shape, stride=stride).full_tensor()
-    return value.cpu().clone()
+        value = DTensor.from_local(local, mesh, value.placements, shape=shape, stride=stride)
+    return (value.full_tensor() if isinstance(value, DTensor) else value.cpu()).clone()
 
 
 def full_values(model: nn.Module) -> Values:
