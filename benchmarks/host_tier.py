@@ -8,9 +8,10 @@ to the device twice and float32 gradients back, 0.6 s, beside 0.3 s of products;
 a third less. So a step takes 0.8 of `fully_shard`'s, and less where updates run inside of the backward.
 
 Method. Compute is bfloat16 over parameters, gradients and moments of float32 on the host; blocks of `fully_shard` are
-compiled, and its AdamW is torch's fused one. Each variant has a process of its own, one after another, with the same
-weights and tokens, and all cores. The first step compiles and the second warms up; shown is the median of the others,
-with the most memory that torch has had on the device and the process on the host.
+compiled, and its AdamW is torch's fused one. Each variant has a process of its own, one after another, with all cores
+and the same tokens; weights are drawn by one rule and are not the same, so that losses are alike and not equal. The
+first step compiles and the second warms up; shown is the median of the others, with the most memory that torch has had
+on the device and the process on the host.
 """
 
 from __future__ import annotations
