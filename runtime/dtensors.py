@@ -1,7 +1,7 @@
 """How tensors lie on the mesh of the ranks that share them: where placements are chosen and read, and nowhere else.
 
-A mesh of ours has one dimension, along which a parameter is split by rows or replicated on every rank. Users may give
-optimizers DTensors of their own, on any mesh.
+Along the last axis of a mesh of ours a parameter is split by rows, or replicated on every rank; along one before it, it
+is replicated (:mod:`~zerograph.runtime.comm.axes`). Users may give optimizers DTensors of their own, on any mesh.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ from torch.distributed.tensor.placement_types import Placement
 from zerograph.core.rows import rows_of
 
 
-def placements_of(sharded: bool) -> tuple[Placement, ...]:
-    """The placements of a parameter of ours: its rows split over the ranks, or replicated."""
-    return (Shard(0) if sharded else Replicate(),)
+def placements_of(sharded: bool, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """The placements of a parameter of ours on ``mesh``: its rows split over the last axis, or replicated."""
+    return (*[Replicate()] * (mesh.ndim - 1), Shard(0) if sharded else Replicate())
+
+
+def shard_ranks(mesh: DeviceMesh) -> int:
+    """How many ranks split a parameter of ours on ``mesh``."""
+    return mesh.size(mesh.ndim - 1)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -32,17 +37,35 @@ def is_replicated(tensor: Tensor) -> bool:
 
 def needs_one_reduction(tensor: Tensor) -> bool:
     """Whether a number of ``tensor``, such as its norm, needs one reduction over :func:`group_of_ranks` at most."""
-    return not isinstance(tensor, DTensor) or (
-        tensor.device_mesh.ndim == 1 and (is_sharded(tensor) or is_replicated(tensor))
-    )
+    if not isinstance(tensor, DTensor):
+        return True
+    split = [placement.is_shard() for placement in tensor.placements]
+    return sum(split) <= 1 and not any(placement.is_partial() for placement in tensor.placements)
 
 
 def group_of_ranks(tensor: Tensor) -> ProcessGroup:
-    """The ranks that share ``tensor``, a DTensor on a mesh of one dimension."""
+    """The ranks over which ``tensor`` is split, a DTensor that is split along one axis."""
     assert isinstance(tensor, DTensor)
-    return tensor.device_mesh.get_group()
+    return tensor.device_mesh.get_group(_split_axis(tensor))
+
+
+def split_over(tensor: Tensor) -> DeviceMesh | None:
+    """The mesh of a tensor of which each rank holds only its own part; None where it holds all."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) and is_sharded(tensor) else None
+
+
+def has_first_replica(tensor: Tensor) -> bool:
+    """Whether this rank has a part of the first of the replicas of ``tensor``, a DTensor that is split along one axis."""
+    assert isinstance(tensor, DTensor)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # of this rank's own tensor
+    return not any(place for axis, place in enumerate(coordinate) if axis != _split_axis(tensor))
+
+
+def _split_axis(tensor: DTensor) -> int:
+    return next(axis for axis, placement in enumerate(tensor.placements) if placement.is_shard())
 
 
 def own_rows(rows: int, mesh: DeviceMesh) -> slice:
     """The rows that this rank has of ``rows`` ones that are split over ``mesh``."""
-    return rows_of(rows, mesh.get_local_rank(), mesh.size())
+    return rows_of(rows, mesh.get_local_rank(mesh.ndim - 1), shard_ranks(mesh))

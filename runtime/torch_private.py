@@ -185,7 +185,15 @@ def gloo_group(
 
 
 def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Another group over the backend that ``group`` has for ``device``, connected now. Its ranks call this, no others.
+    """Another group of the ranks of ``group``, as :func:`group_among` makes it."""
+    return group_among(dist.get_process_group_ranks(group), group, device, "zerograph-reduce")
+
+
+def group_among(
+    ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device, description: str
+) -> dist.ProcessGroup:
+    """A new group of ``ranks`` of the job over the backend that the group ``like`` has for ``device``, connected now.
+    Its ranks call this, no others.
 
     From a default group that is bound to a device (``init_process_group(device_id=...)``) torch splits communicators,
     in which all ranks of the job take part. So it is unbound meanwhile. Seen in 2.13."""
@@ -194,11 +202,11 @@ def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.Process
     bound, everyone.bound_device_id = everyone.bound_device_id, None
     try:
         return dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=timeout_of(group, device)),
-            backend=backend_name(group, device),
+            list(ranks),
+            timeout=timedelta(seconds=timeout_of(like, device)),
+            backend=backend_name(like, device),
             use_local_synchronization=True,
-            group_desc="zerograph-reduce",
+            group_desc=description,
             device_id=device,
         )
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -206,9 +206,16 @@ class GroupCommunicator:
     did not fail waits on its device, which NCCL's own watchdog ends after the group's timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, rendezvous: Rendezvous | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        rendezvous: Rendezvous | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """``ranks`` are those of ``group`` as ``rendezvous`` numbers them; the same numbers, unless given."""
         self.group, self.device, self.rendezvous = group, device, rendezvous
-        self._enqueued = 0  # collectives so far
+        self.ranks = range(group.size()) if ranks is None else ranks
         self._lost = ""  # why this rank can never meet the others again
         self._doing, self.steps = "", 0
         self._flying: set[_Flight] = set()
@@ -227,7 +234,9 @@ class GroupCommunicator:
         """Connections between the ranks for this generation."""
         assert self.rendezvous is not None
         self._connected = self.rendezvous.generation  # even if it fails: nobody connects twice in a generation
-        store = dist.PrefixStore(f"gloo/{self.rendezvous.generation}", self.rendezvous.store.raw)
+        # Of the rows and columns of a grid no two begin and end alike.
+        place = f"gloo/{self.rendezvous.generation}/{self.ranks[0]}-{self.ranks[-1]}"
+        store = dist.PrefixStore(place, self.rendezvous.store.raw)
         timeout = timedelta(seconds=self.rendezvous.timeout)
         self.group = self.reduce_group = gloo_group(store, self.rank, self.world_size, timeout, self.device)
 
@@ -254,18 +263,18 @@ class GroupCommunicator:
         found = everyone.tolist()
         if all(theirs == found[self.rank] for theirs in found):
             return
-        entries = [Entry.from_json(text) for text in self._gather("entered", entry.to_json())]
-        rank = next(rank for rank, theirs in enumerate(entries) if theirs != entry)
-        raise describe_difference(entry, rank, entries[rank], self.rank)
+        entries = self._gather("entered", entry.to_json(), self.ranks)
+        rank, other = next((r, e) for r, text in entries.items() if (e := Entry.from_json(text)) != entry)
+        raise describe_difference(entry, rank, other, self.rendezvous.rank)
 
-    def _gather(self, key: str, mine: str) -> list[str]:
-        """The texts of all ranks under ``key``, after an exchange that they all have seen differ."""
+    def _gather(self, key: str, mine: str, ranks: Iterable[int]) -> dict[int, str]:
+        """The texts of ``ranks`` under ``key``, after an exchange that they all have seen differ."""
         assert self.rendezvous is not None
         name = f"{self.generation}/{key}"
-        self.rendezvous.store.set(f"{name}/{self.rank}", mine)
-        keys = {rank: f"{name}/{rank}" for rank in range(self.world_size)}
+        self.rendezvous.store.set(f"{name}/{self.rendezvous.rank}", mine)
+        keys = {rank: f"{name}/{rank}" for rank in ranks}
         self.rendezvous.wait(keys, "to learn what other ranks run", heed=False)
-        return [self.rendezvous.store.get(key) for key in keys.values()]
+        return {rank: self.rendezvous.store.get(key) for rank, key in keys.items()}
 
     def rejoin(self) -> None:
         """See :class:`Communicator`."""
@@ -290,9 +299,10 @@ class GroupCommunicator:
         if self._lost:
             raise RankError(self._lost, "start all ranks again from a checkpoint")
         if not self.compares:
-            found = self._gather("enqueued", f"{self._enqueued} collectives begun, {self.steps} optimizer steps taken")
-            if len(set(found)) > 1:
-                places = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(found))
+            mine = f"{rendezvous.collectives} collectives begun, {self.steps} optimizer steps taken"
+            found = self._gather("enqueued", mine, range(rendezvous.world_size))
+            if len(set(found.values())) > 1:
+                places = "; ".join(f"rank {rank}: {place}" for rank, place in found.items())
                 self._lost = f"ranks failed at different places and cannot go on together ({places})"
                 raise RankError(self._lost, "start all ranks again from a checkpoint")
         rendezvous.meet()
@@ -317,7 +327,7 @@ class GroupCommunicator:
         else:
             assert self.rendezvous is not None
             # gloo does not say which ranks have not come.
-            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            others = [rank for rank in self.ranks if rank != self.rendezvous.rank]
             with BegunWait(self.rendezvous, self._doing, lambda: others) as wait:
                 while not self._ends_soon(flight):
                     wait.look()
@@ -336,11 +346,15 @@ class GroupCommunicator:
             raise self.rendezvous.disconnected(self._doing, str(error).partition("\n")[0]) from error
         return True
 
+    def _begun(self) -> None:
+        if self.rendezvous is not None:
+            self.rendezvous.collectives += 1
+
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _PendingGather:
         """See :class:`Communicator`."""
         full = allocate_full(params, self.world_size, self.device)
         sends = padded_shards(params, shards, self.world_size, self.device)
-        self._enqueued += 1
+        self._begun()
         if self.coalesces:
             with coalescing(self.group) as manager:
                 for out, send in zip(full.padded, sends, strict=True):
@@ -371,7 +385,7 @@ class GroupCommunicator:
         results: list[Tensor] = [None] * len(params)  # type: ignore[list-item]
         # One message for each dtype and kind, in the order in which parameters stand: the same on all ranks.
         works, alive = [], []
-        self._enqueued += 1
+        self._begun()
         for dtype, sharded in dict.fromkeys((p.reduce_dtype, p.sharded) for p in params):
             members = [i for i, p in enumerate(params) if (p.reduce_dtype, p.sharded) == (dtype, sharded)]
             chosen = [params[i] for i in members]
@@ -451,11 +465,16 @@ def keeps_to_group() -> bool:
     return wanted == "group"
 
 
-def connect(group: dist.ProcessGroup, device: torch.device, rendezvous: Rendezvous | None = None) -> Communicator:
+def connect(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    rendezvous: Rendezvous | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Communicator:
     """The fastest transport between the ranks of ``group``, who all call this; of a group of one, its collectives.
 
     CPU ranks of one host share memory, unless :func:`keeps_to_group` says otherwise. Simulated ranks have no
-    ``rendezvous``.
+    ``rendezvous``, which numbers those of ``group`` as ``ranks`` says; as the group does, unless given.
 
     Raises:
         ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
@@ -466,7 +485,7 @@ def connect(group: dist.ProcessGroup, device: torch.device, rendezvous: Rendezvo
             open_shared_memory,  # needs the native core, which other transports do not
         )
 
-        mailbox = open_shared_memory(group, rendezvous)
+        mailbox = open_shared_memory(group, rendezvous, ranks)
         if mailbox is not None:
             return mailbox
-    return GroupCommunicator(group, device, rendezvous)
+    return GroupCommunicator(group, device, rendezvous, ranks)

@@ -36,6 +36,7 @@ class Peers:
         generation: counts the errors that ranks have recovered from.
         failed: whether the generation has ended for this rank.
         programs: counts those that this rank has entered in the generation.
+        collectives: counts those that this rank has begun.
         waits: how many waits of this rank there are now.
         void: keys of this rank that others may not read in the next generation; it deletes them before it meets.
         present: tells of a rank whether its process is there, as far as the transport knows.
@@ -46,6 +47,7 @@ class Peers:
     ) -> None:
         self.rank, self.world_size, self.timeout, self.roster = rank, world_size, timeout, roster or Roster()
         self.generation, self.failed, self.programs, self.waits = 0, False, 0, 0
+        self.collectives = 0
         self.notice_after, self.beat_every = NOTICE, min(NOTICE, timeout / 3)
         self.present: Callable[[int], bool] = lambda rank: True
         self.void: list[str] = []

@@ -68,14 +68,15 @@ class SharedMemoryCommunicator:
 
     name = "shared memory"
 
-    def __init__(self, mailbox: _core.Mailbox, rendezvous: Rendezvous) -> None:
-        self.mailbox, self.rendezvous = mailbox, rendezvous
-        self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
+    def __init__(self, mailbox: _core.Mailbox, rendezvous: Rendezvous, ranks: Sequence[int]) -> None:
+        """``ranks`` are those of the mailbox as ``rendezvous`` numbers them."""
+        self.mailbox, self.rendezvous, self.ranks = mailbox, rendezvous, ranks
+        self.rank, self.world_size = ranks.index(rendezvous.rank), len(ranks)
         self.pool = BufferPool()
         self._recovered = rendezvous.generation  # the mailbox's generation
         self.entry, self.steps = Entry("start", 0, 0), 0
         self._salt = 0  # a part of every tag: of messages in other programs, and after other steps, none is equal
-        rendezvous.present = mailbox.is_present
+        rendezvous.present = _present(mailbox, ranks, rendezvous.present)
         weakref.finalize(self, mailbox.close)
 
     @property
@@ -144,11 +145,13 @@ class SharedMemoryCommunicator:
         with self._explained(verb, params):
             if _in_time(finish, first):
                 return
-            missing = partial(self.mailbox.missing, ticket)
-            with BegunWait(self.rendezvous, self._doing(verb, params), missing, waited=first) as wait:
+            with BegunWait(self.rendezvous, self._doing(verb, params), lambda: self._missing(ticket), waited=first) as wait:
                 wait.look()
                 while not _in_time(finish, LOOK):
                     wait.look()
+
+    def _missing(self, ticket: int) -> list[int]:
+        return [self.ranks[place] for place in self.mailbox.missing(ticket)]
 
     def _doing(self, verb: str, params: Sequence[Param]) -> str:
         what = f"{verb} {_names(params)} in" if params else verb
@@ -204,23 +207,23 @@ class SharedMemoryCommunicator:
             doing = self._doing(verb, params)
             with contextlib.suppress(StoreLost):  # if it ended with the peer: the mailbox says who and why as well
                 self.rendezvous.check(doing)
-                self.rendezvous.refuse_gone(range(self.world_size), doing)
+                self.rendezvous.refuse_gone(self.ranks, doing)
             raise RankError(f"cannot go on {doing}: {error}", "look at the output of the rank that is named") from error
 
     def _difference(self, doing: str, error: _core.MismatchError) -> CollectiveMismatch:
         """The error with another rank's program; all see that messages differ as soon as they read one, and tell."""
-        store, name, mine = self.rendezvous.store, f"{self.generation}/entered", self.entry
-        store.set(f"{name}/{self.rank}", mine.to_json())
+        store, name, mine, me = self.rendezvous.store, f"{self.generation}/entered", self.entry, self.rendezvous.rank
+        store.set(f"{name}/{me}", mine.to_json())
         deadline = time.monotonic() + EXPLAINING
-        for rank in [r for r in range(self.world_size) if r != self.rank]:
+        for rank in [r for r in self.ranks if r != me]:
             while not store.has(f"{name}/{rank}") and time.monotonic() < deadline:
                 time.sleep(0.01)
             if store.has(f"{name}/{rank}"):
                 theirs = Entry.from_json(store.get(f"{name}/{rank}"))
                 if theirs != mine:
-                    return describe_difference(mine, rank, theirs, self.rank)
+                    return describe_difference(mine, rank, theirs, me)
         return CollectiveMismatch(
-            f"rank {self.rank} waits {doing}, after {mine.steps} optimizer steps; another rank is at another "
+            f"rank {me} waits {doing}, after {mine.steps} optimizer steps; another rank is at another "
             f"operation: {error}",
             "every rank must run the same forward and backward calls in the same order",
         )
@@ -253,7 +256,7 @@ def _names(params: Sequence[Param]) -> str:
 
 
 def open_shared_memory(
-    group: dist.ProcessGroup, rendezvous: Rendezvous | None = None
+    group: dist.ProcessGroup, rendezvous: Rendezvous | None = None, ranks: Sequence[int] | None = None
 ) -> SharedMemoryCommunicator | None:
     """A mailbox between the ranks of ``group``, who all call this; None when they cannot share memory."""
     rendezvous = rendezvous or Rendezvous.open(group, torch.device("cpu"))
@@ -269,7 +272,15 @@ def open_shared_memory(
         log.info("no shared memory between ranks, using gloo: %s", reasons[0])
         mine.close(0.0)
         return None
-    return SharedMemoryCommunicator(mine, rendezvous)
+    return SharedMemoryCommunicator(mine, rendezvous, range(world) if ranks is None else ranks)
+
+
+def _present(
+    mailbox: _core.Mailbox, ranks: Sequence[int], elsewhere: Callable[[int], bool]
+) -> Callable[[int], bool]:
+    """Whether the process of a rank is there: ``mailbox`` knows of ``ranks``, and of others who did before."""
+    places = {rank: place for place, rank in enumerate(ranks)}
+    return lambda rank: mailbox.is_present(places[rank]) if rank in places else elsewhere(rank)
 
 
 def _connect(mailbox: _core.Mailbox, peers: list[tuple[str, int, int]]) -> str:

@@ -118,11 +118,11 @@ class LateGradients:
 
     def _anywhere(self, has: Sequence[bool]) -> list[bool]:
         """For each gradient, whether any rank has one."""
-        shape = (self._comm.world_size * len(has),)
-        param = Param("which parameters have gradients", shape, "uint8", "uint8", "uint8", False, True)
-        mine = torch.tensor(has, dtype=torch.uint8, device=next(iter(self._params.values()))[1].device)
-        (everyone,) = self._comm.finish_gather(self._comm.start_gather([param], [mine]))
-        return everyone.view(-1, len(has)).any(0).tolist()  # type: ignore[no-any-return]
+        single = "float32"
+        param = Param("which parameters have gradients", (len(has),), single, single, single, False, False)
+        mine = torch.tensor(has, dtype=torch.float32, device=next(iter(self._params.values()))[1].device)
+        (share,) = self._comm.finish_reduce(self._comm.start_reduce([param], [mine]))
+        return (share > 0).tolist()  # type: ignore[no-any-return]
 
     def _reduced(self, grads: Sequence[tuple[Param, Tensor, Tensor | None]]) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's rows of the averages of ``grads``, by outward parameter; this rank may have some of them."""

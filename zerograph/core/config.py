@@ -57,7 +57,8 @@ class Config:
         stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).
             "auto" shards all of it and keeps those gathered parameters from forward to backward that ``memory`` has
             room for.
-        mesh: 1-D device mesh to shard over; None is the default process group.
+        mesh: device mesh whose last dimension is sharded over, with replicas along the one before it if it has two; None
+            is the default process group.
         dtype: dtype of gathered parameters and of compute; None is each parameter's own.
         reduce_dtype: dtype gradients are summed in; None is float32 under 16-bit compute, else the gradient's own.
         bucket_size: bytes of gathered parameters that travel in one collective, at most (one large parameter may
@@ -449,7 +450,7 @@ def _require_mesh(mesh: Any) -> None:
     is_mesh = any(cls.__name__ == "DeviceMesh" for cls in type(mesh).__mro__)
     require(is_mesh, f"mesh must be a torch DeviceMesh, got {type(mesh).__name__}", "see init_device_mesh")
     require(
-        mesh.ndim == 1,
-        f"mesh has {mesh.ndim} dimensions; ZeroGraph shards over one",
-        'pass the data-parallel slice, for example mesh["dp"]',
+        mesh.ndim in (1, 2),
+        f"mesh has {mesh.ndim} dimensions; ZeroGraph shards over the last of two, and replicates along the first",
+        'pass the data-parallel slice, for example mesh["dp"] or mesh["dp_replicate", "dp_shard"]',
     )

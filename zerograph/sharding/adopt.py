@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from zerograph.core.arguments import require_kind
 from zerograph.core.errors import UnsupportedError
 from zerograph.graph.torch_private import skip_frame
+from zerograph.runtime.comm.axes import axes_of
 from zerograph.sharding.torch_private import (
     backend_given,
     called_model,
@@ -201,9 +202,10 @@ def one_mesh(mesh: DeviceMesh) -> DeviceMesh:
     DTensor's caches take equal meshes for the same, AOTAutograd tells them apart by identity: a graph that holds both
     cannot be lowered. Copies and pickles of a DTensor bring a mesh of their own.
     """
-    key = mesh.get_group().group_name, hash(mesh)
+    everyone = axes_of(mesh).everyone
+    key = everyone.group_name, hash(mesh)
     first = _MESHES.setdefault(key, mesh)
-    if first.get_group() is not mesh.get_group():  # of a group that was destroyed; names are used again
+    if axes_of(first).everyone is not everyone:  # of a group that was destroyed; names are used again
         first = _MESHES[key] = mesh
     return first if first == mesh else mesh
 

@@ -13,7 +13,7 @@ from zerograph.core.arguments import require_flag
 from zerograph.core.errors import ShardingError
 from zerograph.runtime import delayed
 from zerograph.runtime.comm.rendezvous import noticed
-from zerograph.runtime.dtensors import is_sharded
+from zerograph.runtime.dtensors import split_over
 from zerograph.sharding.adopt import model_given
 from zerograph.sharding.module_classes import plain_class
 from zerograph.sharding.shards import full_value, group_of, local_of, on_first_rank, send_from_first
@@ -164,7 +164,7 @@ def _write(module: nn.Module, opened: list[_Opened], values: list[list[Tensor | 
     on_first_rank(group, lambda: _check_all(opened, values), ShardingError)
     for o, value in zip(opened, values, strict=True):
         rows = o.outward.shape[0] if o.outward.ndim else 1
-        send_from_first(value[0], local_of(o.outward), rows, group, is_sharded(o.outward))
+        send_from_first(value[0], local_of(o.outward), rows, group, split_over(o.outward))
         torch.autograd.graph.increment_version(o.outward)  # what autograd saved before is stale
 
 

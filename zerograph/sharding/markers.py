@@ -17,7 +17,8 @@ from zerograph.core.plan import Param
 from zerograph.graph import ops
 from zerograph.graph.torch_private import resolve_group, skip_frame
 from zerograph.runtime.buffers import dtype_name
-from zerograph.runtime.comm.collectives import connect
+from zerograph.runtime.comm.axes import axes_named
+from zerograph.runtime.comm.hybrid import connect_axes
 from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import StepCount
@@ -35,7 +36,8 @@ def reads_of_group(name: str, device: torch.device) -> UncompiledReads:
     known, reads = _OF_GROUPS.get(name, (None, None))
     if reads is None or known is not group:  # names of groups that were destroyed are used again
         rendezvous = None if backend_name(group, device) == "fake" else Rendezvous.open(group, device)
-        reads = UncompiledReads(connect(group, device, rendezvous), (), StepCount(), GradientAccumulation({}), 3)
+        comm = connect_axes(axes_named(name, group), device, rendezvous)
+        reads = UncompiledReads(comm, (), StepCount(), GradientAccumulation({}), 3)
         _OF_GROUPS[name] = (group, reads)
     return reads
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from zerograph.runtime.comm.axes import axes_of
+
 
 def early_states(named: Mapping[str, Tensor], objects: Iterable[Any]) -> dict[str, Any]:
     """The states that the optimizers among ``objects`` keep of the parameters ``named``, in an order that ranks share.
@@ -45,7 +47,7 @@ def share_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
         return
     for value in states.values():
         if isinstance(value, Tensor) and not value.is_meta:
-            share(value, mesh.get_group())
+            share(value, axes_of(mesh).everyone)
 
 
 def share(tensor: Tensor, group: dist.ProcessGroup) -> None:

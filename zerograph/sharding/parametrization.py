@@ -18,7 +18,8 @@ from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError
 from zerograph.core.rows import is_divided
 from zerograph.core.units import format_bytes
-from zerograph.runtime.dtensors import placements_of
+from zerograph.runtime.comm.axes import axes_of
+from zerograph.runtime.dtensors import placements_of, shard_ranks
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.offload.host import HostMemory
 from zerograph.sharding.adopt import modules_holding, replace_everywhere
@@ -100,7 +101,7 @@ def _warn_of_few_rows(
     if sum(unsharded.values()) > sum(p.nbytes for p in named.values()) / 100:
         log.warning(
             "%d parameters with fewer rows than the %d ranks stay whole on each, %s: %s",
-            len(unsharded), mesh.size(), format_bytes(sum(unsharded.values())), ", ".join(list(unsharded)[:3]),
+            len(unsharded), shard_ranks(mesh), format_bytes(sum(unsharded.values())), ", ".join(list(unsharded)[:3]),
         )  # fmt: skip
 
 
@@ -196,7 +197,7 @@ def _convert_grad(grad: Tensor, new: nn.Parameter, mesh: DeviceMesh | None) -> T
         return grad.to(new.device)
     grad = grad.detach().clone()
     if not grad.is_meta:
-        dist.all_reduce(grad, group=mesh.get_group())
+        dist.all_reduce(grad, group=axes_of(mesh).everyone)
     grad = grad / mesh.size()
     return as_shard(grad, new) if isinstance(new, DTensor) else grad
 
@@ -212,7 +213,7 @@ def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
     """Start all ranks from rank 0's buffers, as DistributedDataParallel does."""
     if mesh is None:
         return
-    group = mesh.get_group()
+    group = axes_of(mesh).everyone
     for buffer in dict.fromkeys(b for root in roots for b in root.buffers()):
         if not buffer.is_meta:
             share(buffer, group)
@@ -240,11 +241,11 @@ def spec_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     reduce_dtype = config.reduce_dtype
     if reduce_dtype is None:
         reduce_dtype = default_reduce_dtype(dtype)
-    world = mesh.size() if mesh is not None else 1
+    world = shard_ranks(mesh) if mesh is not None else 1
     # One rank gathers what lives off the device from there.
     splits = config.sharding > 0 and (mesh is not None or config.offloads)
     sharded = splits and is_divided(param.shape, world)
-    group = mesh.get_group().group_name if mesh is not None else ""
+    group = axes_of(mesh).everyone.group_name if mesh is not None else ""
     return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 
 
@@ -253,7 +254,7 @@ def distribute(value: Tensor, spec: ShardSpec, mesh: DeviceMesh | None, stage: i
     value = value.detach().contiguous()
     if mesh is None:
         return value
-    placements = placements_of(spec.sharded)
+    placements = placements_of(spec.sharded, mesh)
     if stage == 0:
         # Distributed all the same: it brings rank 0's values to all ranks.
         return value if value.is_meta else distribute_tensor(value, mesh, placements).to_local()

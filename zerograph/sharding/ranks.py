@@ -15,8 +15,11 @@ from zerograph.compiler.agreement import Agreement
 from zerograph.core.arguments import require
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
-from zerograph.runtime.comm.collectives import Communicator, LoneCommunicator, connect, keeps_to_group
+from zerograph.runtime.comm.axes import axes_of
+from zerograph.runtime.comm.collectives import Communicator, LoneCommunicator, keeps_to_group
+from zerograph.runtime.comm.hybrid import connect_axes
 from zerograph.runtime.comm.roster import Roster
+from zerograph.runtime.dtensors import shard_ranks
 from zerograph.runtime.offload.host import AcceleratorHost, HostMemory
 from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
@@ -34,8 +37,9 @@ class Ranks:
 
     Attributes:
         device: where this rank's shards live.
-        size: how many ranks there are.
-        mesh: the mesh of them; None where one rank communicates with nobody.
+        size: how many ranks split a parameter.
+        replicas: how many have the same part of it.
+        mesh: the mesh of all; None where one rank communicates with nobody.
         communicator: the transport; None before there is a model.
         agreement: how they agree on what they compile; None where there is one rank, and where ranks are simulated.
         host: of an accelerator, for what leaves it; None where nothing does, and on a CPU.
@@ -43,6 +47,7 @@ class Ranks:
 
     device: torch.device
     size: int = 1
+    replicas: int = 1
     mesh: DeviceMesh | None = None
     communicator: Communicator | None = None
     agreement: Agreement | None = None
@@ -62,15 +67,16 @@ class Ranks:
         host = AcceleratorHost(device) if "host" in config.offload_tiers and device.type != "cpu" else None
         if mesh is None:
             return cls(device, communicator=LoneCommunicator(), host=host)
-        group = mesh.get_group()
+        axes = axes_of(mesh)
         if host is not None:
-            reach_host(group)
+            reach_host(axes.everyone)
         find_inf_on_all_ranks()
         explain_shards()
         watch_checkpoints()
-        agreement = Agreement.open(group, device, config.plan)
-        communicator = connect(group, device, agreement.rendezvous if agreement is not None else None)
-        return cls(device, mesh.size(), mesh, communicator, agreement, host)
+        agreement = Agreement.open(axes.everyone, device, config.plan)
+        communicator = connect_axes(axes, device, agreement.rendezvous if agreement is not None else None)
+        split = shard_ranks(mesh)
+        return cls(device, split, mesh.size() // split, mesh, communicator, agreement, host)
 
 
 def _refuse_beside_current(device: torch.device) -> None:

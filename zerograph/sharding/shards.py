@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.rows import largest, rows_of
 from zerograph.graph.torch_private import resolve_group
-from zerograph.runtime.dtensors import group_of_ranks, is_sharded, own_rows, placements_of
+from zerograph.runtime.comm.axes import axes_of
+from zerograph.runtime.dtensors import group_of_ranks, has_first_replica, is_sharded, own_rows, placements_of
 from zerograph.runtime.torch_private import as_dtensor
 
 
@@ -59,7 +60,7 @@ def local_rows(value: Tensor, mesh: DeviceMesh, sharded: bool, device: torch.dev
     # A clone of the rows: a view would keep the full tensor alive.
     local = local.contiguous() if local is value else local.clone(memory_format=torch.contiguous_format)
     local = local if local.is_meta else local.to(device)
-    return as_dtensor(local, mesh, placements_of(sharded), value.shape, value.contiguous().stride())
+    return as_dtensor(local, mesh, placements_of(sharded, mesh), value.shape, value.contiguous().stride())
 
 
 def full_value(param: Tensor) -> Tensor:
@@ -72,6 +73,8 @@ def gather_to_first(param: Tensor) -> list[Tensor]:
     local = local_of(param)
     if not is_sharded(param):
         return [local]
+    if not has_first_replica(param):
+        return []
     group = group_of_ranks(param)
     world, rows = group.size(), param.shape[0]
     # `gather` wants pieces of one size: short shards are padded.
@@ -84,38 +87,43 @@ def gather_to_first(param: Tensor) -> list[Tensor]:
 
 
 def send_from_first(
-    full: Tensor | None, local: Tensor, rows: int, group: dist.ProcessGroup | None, split: bool
+    full: Tensor | None, local: Tensor, rows: int, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> None:
-    """Fill ``local`` with rank 0's values. Collective.
+    """Fill ``local`` with the values of rank 0 of ``group``. Collective.
 
     Args:
         full: all values, on rank 0; unused elsewhere.
-        local: this rank's rows if ``split``, else a tensor of the full shape.
+        local: this rank's rows, if the tensor is split over ``mesh``; else of the full shape.
         rows: rows of the full tensor.
+        group: all ranks that have the tensor; None for one.
+        mesh: of these ranks.
     """
     with torch.no_grad():
         if group is None or group.size() == 1:
             if _given(full).data_ptr() != local.data_ptr():  # else it was filled in its place
                 local.copy_(_given(full))
-        elif not split:
+        elif mesh is None:
             sent = local.contiguous()
             if is_first(group):
                 sent.copy_(_given(full))
             dist.broadcast(sent, src=first_rank(group), group=group)
             local.copy_(sent)
         else:
-            local.copy_(_scatter(full, local, rows, group)[: local.shape[0]])
+            axes = axes_of(mesh)
+            split = local.new_empty((largest(rows, axes.shards.size()), *local.shape[1:]))
+            if axes.replicas is None or is_first(axes.replicas):
+                _scatter(full, split, rows, axes.shards)
+            if axes.replicas is not None:
+                dist.broadcast(split, src=first_rank(axes.replicas), group=axes.replicas)
+            local.copy_(split[: local.shape[0]])
 
 
-def _scatter(full: Tensor | None, local: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-    world = group.size()
-    received = local.new_empty((largest(rows, world), *local.shape[1:]))
-    pieces = None
+def _scatter(full: Tensor | None, received: Tensor, rows: int, group: dist.ProcessGroup) -> None:
+    world, pieces = group.size(), None
     if is_first(group):
-        given = _given(full).detach().to(local).contiguous()
+        given = _given(full).detach().to(received).contiguous()
         pieces = [_padded(given[rows_of(rows, rank, world)], received) for rank in range(world)]
     dist.scatter(received, pieces, src=first_rank(group), group=group)
-    return received
 
 
 def _padded(piece: Tensor, like: Tensor) -> Tensor:

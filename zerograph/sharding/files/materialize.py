@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zerograph.core.arguments import paths, require
 from zerograph.core.errors import ShardingError
-from zerograph.runtime.dtensors import is_sharded
+from zerograph.runtime.dtensors import split_over
 from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import placed_as
 from zerograph.sharding.adopt import replace_everywhere
@@ -161,7 +161,7 @@ def _initialize(
             )
         for slot in {id(s): s for s in places.values() if s.local is None}.values():
             slot.local = shards.pop(id(slot))
-            send_from_first(full.pop(id(slot), None), slot.local, slot.rows, group, is_sharded(slot.tensor))
+            send_from_first(full.pop(id(slot), None), slot.local, slot.rows, group, split_over(slot.tensor))
             room.filled(slot.local)
 
 
