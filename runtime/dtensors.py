@@ -55,7 +55,7 @@ def split_over(tensor: Tensor) -> DeviceMesh | None:
 
 
 def has_first_replica(tensor: Tensor) -> bool:
-    """Whether this rank has a part of the first of the replicas of ``tensor``, a DTensor that is split along one axis."""
+    """Whether this rank has a part of the first replica of ``tensor``, a DTensor that is split along one axis."""
     assert isinstance(tensor, DTensor)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None  # of this rank's own tensor

@@ -153,6 +153,7 @@ class Backend:
             ranks.device,
             ranks.agreement,
             free=free_room(config),
+            replicas=ranks.replicas,
         )
         self._compilation = Compilation(
             world_size=ranks.size,
@@ -238,6 +239,7 @@ class Backend:
         return Report.of(
             self.config.stage,
             ranks.size if ranks is not None else 1,
+            ranks.replicas if ranks is not None else 1,
             ranks.communicator if ranks is not None else None,
             self._frames,
             self._segments,
@@ -262,7 +264,8 @@ def backend(*positional: Any, **options: Any) -> Backend:
         stage: 0 (nothing sharded, like DistributedDataParallel), 1 (optimizer states), 2 (gradients too),
             3 (parameters too), or "auto": sharded as at 3, and as many buckets stay gathered from forward to backward
             as make the step faster and fit ``memory``.
-        mesh: 1-D ``DeviceMesh``; default: all ranks of the default process group, or one process without any.
+        mesh: ``DeviceMesh`` of one dimension, over which the model is sharded, or of two (HSDP): sharded over the last,
+            in replicas along the first. Default: all ranks of the default process group, or one process without any.
         dtype: compute and gather dtype; parameters stay as they are. Default: each parameter's own.
         reduce_dtype: dtype in which gradients are summed over ranks; default: float32 under 16-bit compute.
         bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.

@@ -83,9 +83,7 @@ class HybridCommunicator:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         results = self.shards.finish_reduce(pending.reducing)
         # Each rank's part is another parameter's to the ranks of this axis: one that they all hold.
-        parts = [
-            replace(p, shape=p.shard_shape(self.rank, self.world_size), sharded=False) for p in pending.params
-        ]
+        parts = [replace(p, shape=p.shard_shape(self.rank, self.world_size), sharded=False) for p in pending.params]
         filled = [i for i, result in enumerate(results) if result.numel()]
         begun = self.replicas.start_reduce([parts[i] for i in filled], [results[i] for i in filled])
         for i, averaged in zip(filled, self.replicas.finish_reduce(begun), strict=True):

@@ -145,7 +145,8 @@ class SharedMemoryCommunicator:
         with self._explained(verb, params):
             if _in_time(finish, first):
                 return
-            with BegunWait(self.rendezvous, self._doing(verb, params), lambda: self._missing(ticket), waited=first) as wait:
+            doing, missing = self._doing(verb, params), partial(self._missing, ticket)
+            with BegunWait(self.rendezvous, doing, missing, waited=first) as wait:
                 wait.look()
                 while not _in_time(finish, LOOK):
                     wait.look()
@@ -275,9 +276,7 @@ def open_shared_memory(
     return SharedMemoryCommunicator(mine, rendezvous, range(world) if ranks is None else ranks)
 
 
-def _present(
-    mailbox: _core.Mailbox, ranks: Sequence[int], elsewhere: Callable[[int], bool]
-) -> Callable[[int], bool]:
+def _present(mailbox: _core.Mailbox, ranks: Sequence[int], elsewhere: Callable[[int], bool]) -> Callable[[int], bool]:
     """Whether the process of a rank is there: ``mailbox`` knows of ``ranks``, and of others who did before."""
     places = {rank: place for place, rank in enumerate(ranks)}
     return lambda rank: mailbox.is_present(places[rank]) if rank in places else elsewhere(rank)

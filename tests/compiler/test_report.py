@@ -27,7 +27,7 @@ def test_the_text() -> None:
     assert_expected_inline(
         str(REPORT),
         """\
-ZeroGraph stage 3 on 2 rank(s), shared memory
+ZeroGraph stage 3 on 2 ranks, shared memory
   2 programs, 8 segments of which 3 distinct, compiled in 1.2 s
   runs: 5 forward, 5 backward; at most 2 buckets whole at a time
   frame 0  blocks.0                            2 parameters      3 MiB  use""",

@@ -69,7 +69,10 @@ TILES = Parsed("auto|N", _tiles)
 @click.command()
 @click.argument("model", required=False)
 @sizes
-@click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Ranks.")
+@click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Ranks to shard over.")
+@click.option(
+    "--replicas", type=click.IntRange(1), default=1, show_default=True, help="Such groups of ranks, with equal shards."
+)
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences per rank.")
 @click.option("--seq", type=click.IntRange(1), default=1024, show_default=True, help="Tokens per sequence.")
 @click.option("--stage", type=STAGE, default="3", show_default=True, help="ZeRO stage; auto fills the memory.")

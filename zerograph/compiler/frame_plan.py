@@ -74,6 +74,7 @@ class Planner:
         agreement: Agreement | None = None,
         moments: int = MOMENTS,
         free: Mapping[Tier, Sequence[Disk]] | None = None,
+        replicas: int = 1,
     ) -> None:
         """All ranks call this together: the smallest budgets of all count.
 
@@ -82,6 +83,7 @@ class Planner:
             device: where the model lives.
             moments: tensors that the optimizer keeps per parameter.
             free: the free memory of tiers that ranks share, for what leaves the device; others are not looked at.
+            replicas: ranks that hold the same shards.
 
         Raises:
             ConfigError: the plan to replay is for another number of ranks, or something is to be searched without
@@ -90,7 +92,7 @@ class Planner:
         # Before the first frame: a plan for other ranks would be found wrong only after minutes of tracing.
         if config.plan is not None:
             refuse_world_size(config.plan, world_size)
-        self._config, self._world_size, self._params = config, world_size, params
+        self._config, self._world_size, self._replicas, self._params = config, world_size, replicas, params
         self._agreement, self._moments = agreement, moments
         self.searched = 0
         self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
@@ -114,7 +116,7 @@ class Planner:
                 f"{asked} on {device.type} needs to be told how much memory a rank may use",
                 f'for example zerograph.backend({asked}, memory="8GiB")',
             )
-        host = self._machine.capacity("host", self._world_size)
+        host = self._machine.capacity("host", self._world_size * self._replicas)
         most = {tier: config.room(tier) or (host if tier == "host" else sys.maxsize) for tier in OFFLOAD_TIERS}
         mine: dict[str, Any] = {"memory": memory, "most": most, "free": free}
         reports = self._agreement.gather("budget", mine) if self._agreement is not None else [mine]
@@ -228,7 +230,7 @@ class Planner:
 
     def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
         if self._config.plan is not None:
-            return replay(self._config.plan, step)
+            return replace(replay(self._config.plan, step), replicas=self._replicas)  # which change no program
         if not self._config.searches or not step.training:
             return self._by_rule(step)
         # Without the batch's shapes: a rank that compiles another shape alone must keep the collectives agreed on.
@@ -315,6 +317,7 @@ class Planner:
             saved=config.saved,
             update=config.update if step.training else "host",
             tiles=tiles_wanted(config.tile, step, self._world_size, config.bucket_size),
+            replicas=self._replicas,
         )
         if config.loss_tiles != "auto":
             plan = in_loss_tiles(plan, step, config.loss_tiles)
@@ -332,7 +335,7 @@ class Planner:
 
     def _searched(self, step: Step, states: int) -> Found:
         runs = Executable.on(self._machine, self._config.folders)
-        constraints = Constraints.of(self._config, self._world_size, executable=runs)
+        constraints = Constraints.of(self._config, self._world_size, replicas=self._replicas, executable=runs)
         budget = self.budget(step)
         search = Search(step, constraints, self._machine, states=states, moments=self._moments)
         found = search.within(budget)

@@ -11,7 +11,7 @@ from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Stage
 from zerograph.core.plan import Bucket
-from zerograph.core.units import format_bytes
+from zerograph.core.units import format_bytes, format_ranks
 from zerograph.planner.profile.loss import why_untiled
 from zerograph.planner.profile.tiling import not_looped
 from zerograph.planner.programs.process_memory import Resident
@@ -94,6 +94,7 @@ class Report:
     Attributes:
         stage: as the backend was given it.
         world_size: ranks that the model is sharded over.
+        replicas: ranks that have the same shards.
         transport: how they exchange tensors.
         buckets: every bucket of every frame.
         programs: programs of all frames.
@@ -116,6 +117,7 @@ class Report:
 
     stage: Stage
     world_size: int
+    replicas: int
     transport: str
     buckets: tuple[BucketReport, ...]
     programs: int
@@ -138,6 +140,7 @@ class Report:
         cls,
         stage: Stage,
         world_size: int,
+        replicas: int,
         communicator: Communicator | None,
         frames: Sequence[Frame],
         segments: SegmentCache,
@@ -151,6 +154,7 @@ class Report:
         return cls(
             stage=stage,
             world_size=world_size,
+            replicas=replicas,
             transport=communicator.name if communicator is not None else "no communication",
             buckets=tuple(BucketReport.of(f.index, bucket) for f in compiled for bucket in f.plan.buckets),
             programs=sum(len(f.programs) for f in compiled),
@@ -173,7 +177,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"ZeroGraph stage {self.stage} on {self.world_size} rank(s), {self.transport}",
+            f"ZeroGraph stage {self.stage} on {format_ranks(self.world_size, self.replicas)}, {self.transport}",
             f"  {self.programs} programs, {self.segments} segments of which {self.distinct_segments} distinct, "
             f"compiled in {self.compile_seconds:.1f} s",
             f"  runs: {', '.join(f'{n} {kind}' for kind, n in self.runs.items()) or 'none yet'}; "

@@ -57,7 +57,7 @@ class Config:
         stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).
             "auto" shards all of it and keeps those gathered parameters from forward to backward that ``memory`` has
             room for.
-        mesh: device mesh whose last dimension is sharded over, with replicas along the one before it if it has two; None
+        mesh: device mesh to shard over, along the last of its dimensions; along a first of two there are replicas. None
             is the default process group.
         dtype: dtype of gathered parameters and of compute; None is each parameter's own.
         reduce_dtype: dtype gradients are summed in; None is float32 under 16-bit compute, else the gradient's own.

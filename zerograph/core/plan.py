@@ -36,7 +36,7 @@ __all__ = [
     "token_tiles",
 ]
 
-VERSION = 10
+VERSION = 11
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays resident: until its last use in a graph, until its use in the backward, or until
@@ -232,6 +232,8 @@ class Plan:
     Attributes:
         stage: the ZeRO stage the plan is a preset of.
         world_size: ranks the parameters are sharded over.
+        replicas: ranks that hold the same shards, each with others beside it (HSDP): where there are several, gradients
+            are averaged over these too.
         buckets: in order of first use in the forward.
         prefetch: buckets gathered ahead of the one in use, at most; each bucket may say fewer for itself.
         recompute: layers (``blocks.3``) of which the forward saves the inputs only; their backward computes the rest
@@ -275,6 +277,12 @@ class Plan:
     overlap: Overlap = field(default="none", metadata={"decided": "what updates run beside"})
     head: str = ""
     token_regions: tuple[str, ...] = ()
+    replicas: int = field(default=1, metadata={"decided": "replicas"})
+
+    @property
+    def ranks(self) -> int:
+        """All that run the plan together."""
+        return self.world_size * self.replicas
 
     def ahead(self) -> tuple[int, ...]:
         """How many intervals ahead the gathers of each bucket begin, at most."""
@@ -358,6 +366,8 @@ class Plan:
         """The mistakes in a plan: placements that the stage does not shard, tiles of no rows, missing tiers."""
         if self.world_size < 1:
             yield f"world size {self.world_size}"
+        if self.replicas < 1:
+            yield f"{self.replicas} replicas"
             return
         if self.stage not in (0, 1, 2, 3):
             yield f"stage {self.stage}"

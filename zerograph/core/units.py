@@ -55,6 +55,12 @@ def format_seconds(seconds: float) -> str:
     return f"{_digits(seconds * 1e6)} us" if seconds else "0 s"
 
 
+def format_ranks(size: int, replicas: int = 1) -> str:
+    """Ranks that split a model: ``"1 rank"``, ``"4 ranks"``, and ``"4 ranks in each of 2 replicas"``."""
+    ranks = "1 rank" if size == 1 else f"{size} ranks"
+    return ranks if replicas == 1 else f"{ranks} in each of {replicas} replicas"
+
+
 def _digits(number: float) -> str:
     return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
 

@@ -32,6 +32,7 @@ def plan_file(
     machine: Machine,
     *,
     world: int = 1,
+    replicas: int = 1,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -50,7 +51,8 @@ def plan_file(
     Args:
         name: of the model, for people.
         make: see :func:`zerograph.dryrun.compile_only.compile_only`.
-        world, batch, seq: ranks, and the batch of each.
+        world, replicas: ranks that split a parameter, and ranks that hold the same part of it.
+        batch, seq: of each rank.
         dtype: compute dtype by name; each parameter's own unless given.
         moments: tensors that the optimizer keeps per parameter.
         reserve: share of every tier to leave free.
@@ -83,7 +85,7 @@ def plan_file(
         if saved in TIERS:
             open_tiers(machine, world, "optimizer", saved)  # which refuses what is not there
         config = Config.of(**options)
-        constraints = Constraints.of(config, world, offload=offload, tier=tier, overlap=overlap)
+        constraints = Constraints.of(config, world, replicas=replicas, offload=offload, tier=tier, overlap=overlap)
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, programs=False,
             moments=moments, dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
@@ -100,7 +102,8 @@ def plan_file(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, dtype=compute,
             moments=moments, **options | more,
         )  # fmt: skip
-        return forecast_file(name, found, machine, moments=moments, reserve=reserve), found.searched
+        file = forecast_file(name, found, machine, replicas=replicas, moments=moments, reserve=reserve)
+        return file, found.searched
 
     return within(planned_file) if sizes is None and "memory" in options else planned_file()[0]
 
@@ -183,23 +186,23 @@ def refuse_offload(
 
 
 def forecast_file(
-    name: str, compiled: Compiled, machine: Machine, *, moments: int = 2, reserve: float = 0.0
+    name: str, compiled: Compiled, machine: Machine, *, replicas: int = 1, moments: int = 2, reserve: float = 0.0
 ) -> PlanFile:
     """The plan file of a model that was compiled already: what :func:`plan_file` does after tracing."""
     frame = compiled.frame
     # The optimizer decides where its updates run, and the forecast of programs has them behind the backward.
-    plan = replace(frame.plan, overlap="none")
+    plan = replace(frame.plan, overlap="none", replicas=replicas)
     found = forecast_programs([frame.programs["forward"], frame.programs["backward"]], plan, machine, moments=moments)
     flops = sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
-    rates = Rates(machine, plan.world_size, plan.compute_dtype)
+    rates = Rates.of(machine, plan)
     config = compiled.config
-    constraints = Constraints.of(config, plan.world_size)
+    constraints = Constraints.of(config, plan.world_size, replicas=replicas)
     why = reasons(plan, frame.step, constraints, rates, found.forecast, moments=moments, searched=config.searches)
     return PlanFile(
         model=name,
         plan=plan,
         machine=machine,
-        budget=machine.budget(plan.world_size, reserve),
+        budget=machine.budget(plan.ranks, reserve),
         forecast=found.forecast,
         holdings=found.holdings,
         reasons=tuple(why),

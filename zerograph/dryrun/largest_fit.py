@@ -118,6 +118,7 @@ def probe(
     world: int,
     batch: int,
     seq: int,
+    replicas: int = 1,
     dtype: str | None = None,
     moments: int = 2,
     repeat_layers: bool = True,
@@ -128,7 +129,7 @@ def probe(
 ) -> Probe:
     """The plans of a model by batch or sequence; see :func:`largest_file`."""
     config = Config.of(**options)
-    constraints = Constraints.of(config, world, offload=offload, tier=tier, overlap=overlap)
+    constraints = Constraints.of(config, world, replicas=replicas, offload=offload, tier=tier, overlap=overlap)
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
         make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=constraints.sharding, moments=moments,
@@ -153,7 +154,7 @@ def largest_by_stage(
         options: see :func:`largest_file`.
     """
     first = probe(make, what, machine, stage=stages[0], **options)
-    have = machine.budget(first.constraints.world_size, reserve)
+    have = machine.budget(first.constraints.ranks, reserve)
     budget: Budget = have["device"] if first.constraints.offload == "none" else have
     plans = {
         stage: Probe(first.steps, machine, replace(first.constraints, stage=stage), first.moments) for stage in stages
@@ -168,6 +169,7 @@ def largest_file(
     what: Dimension,
     *,
     world: int = 1,
+    replicas: int = 1,
     batch: int = 1,
     seq: int = 1024,
     dtype: str | None = None,
@@ -186,8 +188,8 @@ def largest_file(
 
     Args:
         what: the dimension to solve for; the other is as given, or as in the inputs that the model brings.
-        name, make, machine, world, batch, seq, dtype, moments, reserve, repeat_layers, offload, tier, overlap, options:
-            as for :func:`zerograph.dryrun.forecast.plan_file`.
+        name, make, machine, world, replicas, batch, seq, dtype, moments, reserve, repeat_layers, offload, tier,
+            overlap, options: as for :func:`zerograph.dryrun.forecast.plan_file`.
 
     Raises:
         ConfigError: an offload that the stage or the machine does not allow.
@@ -197,9 +199,9 @@ def largest_file(
     refuse_offload(offload, tier, machine, world, options.get("stage", 3), overlap)
     model: dict[str, Any] = {"batch": batch, "seq": seq, "moments": moments, "repeat_layers": repeat_layers}
     asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap}
-    plans = probe(make, what, machine, world=world, dtype=dtype, **asked, **model, **options)
+    plans = probe(make, what, machine, world=world, replicas=replicas, dtype=dtype, **asked, **model, **options)
     if offload != "none":
-        budget = machine.budget(world, reserve)
+        budget = machine.budget(plans.constraints.ranks, reserve)
         found = plans.largest(budget)
         if found.value == 0:
             raise plans.infeasible(found, budget)
@@ -239,7 +241,9 @@ def _compiled(
             continue  # the step there is another one than was interpolated
         attempts += 1
         plans.steps.learn(found.value, programs)
-        file = forecast_file(name, programs, machine, moments=plans.moments, reserve=reserve)
+        file = forecast_file(
+            name, programs, machine, replicas=plans.constraints.replicas, moments=plans.moments, reserve=reserve
+        )
         need = file.forecast.peaks["device"].bytes
         if need <= have:
             confirmed = plans.largest(budget)

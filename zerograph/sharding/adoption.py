@@ -18,6 +18,7 @@ from zerograph.compiler.torch_private import traced_code
 from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.core.plan import Plan
+from zerograph.core.units import format_ranks
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
@@ -160,7 +161,8 @@ class Adoption:
         # Held weakly: an optimizer that still has one of these refuses to step, and nobody else asks.
         self.replaced.update((p, None) for p in before if id(p) not in self.known)
         if new:
-            log.info("stage %s: sharded %d parameters over %d ranks", self._config.stage, len(new), ranks.size)
+            over = format_ranks(ranks.size, ranks.replicas)
+            log.info("stage %s: sharded %d parameters over %s", self._config.stage, len(new), over)
         return bool(new)
 
     def late(self, plan: Plan) -> dict[str, nn.Parameter]:

@@ -28,7 +28,7 @@ from zerograph.cli.view.summary import of_peak
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import TIER_NAMES
-from zerograph.core.units import format_bytes
+from zerograph.core.units import format_bytes, format_ranks
 
 SCRIPTS = ("base.js", "view.js", "timeline.js", "instruction.js", "tables.js", "main.js")
 """Put together in this order."""
@@ -95,7 +95,7 @@ def _colours() -> str:
 
 def _facts(file: PlanFile) -> str:
     plan = file.plan
-    ranks = f"{plan.world_size} rank" + ("s" if plan.world_size != 1 else "")
+    ranks = format_ranks(plan.world_size, plan.replicas)
     buckets = f"{len(plan.buckets)} bucket" + ("s" if len(plan.buckets) != 1 else "")
     return f"stage {plan.stage} · {ranks} · {file.machine.title} · {buckets} · plan {file.digest}"
 

@@ -31,7 +31,7 @@ from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import TIER_NAMES, Tier
 from zerograph.core.timeline import Forecast, Stream
-from zerograph.core.units import format_bytes
+from zerograph.core.units import format_bytes, format_ranks
 
 WIDTH, LEFT, RIGHT = 900, 118, 20
 PLOT = WIDTH - LEFT - RIGHT
@@ -96,7 +96,7 @@ def _panel(heading: str, file: PlanFile, top: int, seconds: float) -> tuple[list
 
 def _summary(file: PlanFile, beside: Beside | None) -> str:
     forecast, plan = file.forecast, file.plan
-    ranks = f"{plan.world_size} rank" + ("s" if plan.world_size != 1 else "")
+    ranks = format_ranks(plan.world_size, plan.replicas)
     facts = [f"stage {plan.stage}", ranks, file.machine.name, f"step {picture_seconds(forecast.seconds)}"]
     if beside is not None:
         facts.append(f"re-timed {picture_seconds(beside.retimed.seconds)}")

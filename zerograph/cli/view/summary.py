@@ -15,7 +15,7 @@ from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.timeline import STREAMS, Forecast, Peak, Span
-from zerograph.core.units import format_bytes, format_seconds
+from zerograph.core.units import format_bytes, format_ranks, format_seconds
 
 BAR_WIDTH = 20
 
@@ -30,6 +30,7 @@ def as_data(file: PlanFile, beside: Beside | None) -> dict[str, Any]:
         "machine": file.machine.name,
         "stage": plan.stage,
         "world_size": plan.world_size,
+        "replicas": plan.replicas,
         "prefetch": plan.prefetch,
         "buckets": len(plan.buckets),
         **_outcome(forecast),
@@ -59,7 +60,8 @@ def _outcome(forecast: Forecast) -> dict[str, Any]:
 def headline(file: PlanFile, beside: Beside | None) -> list[Sequence[Cell]]:
     """Rows: what was planned, and how fast it is."""
     plan, forecast, measured = file.plan, file.forecast, beside.measured if beside else None
-    decided = f"stage {plan.stage}, {_count(plan.world_size, 'rank')}, {_count(len(plan.buckets), 'bucket')}"
+    ranks = format_ranks(plan.world_size, plan.replicas)
+    decided = f"stage {plan.stage}, {ranks}, {_count(len(plan.buckets), 'bucket')}"
     rows: list[Sequence[Cell]] = [
         ["model", (file.model, "bold")],
         ["plan", f"{decided}, prefetch {plan.prefetch}"],
@@ -71,7 +73,7 @@ def headline(file: PlanFile, beside: Beside | None) -> list[Sequence[Cell]]:
             ["re-timed", f"{_retimed(beside.measured, beside.retimed)}, with the run's segments, transfers and update"]
         )
     exposed = forecast.exposed_communication
-    if plan.world_size > 1:
+    if plan.ranks > 1:
         text = f"{format_seconds(exposed)} of communication ({_percent(exposed, forecast.seconds)} of the step)"
         rows.append(["exposed", text + _against(exposed, measured.exposed_communication if measured else None)])
     if forecast.critical_path:

@@ -25,7 +25,7 @@ from zerograph.core.step import Kind
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import is_number
 
-VERSION = 7
+VERSION = 8
 _MADE = "give what `zerograph plan -o plan.json` wrote"
 
 
@@ -111,7 +111,7 @@ class PlanFile:
     def tokens_per_second(self) -> float:
         """Tokens per second of all ranks together."""
         seconds = self.forecast.seconds
-        return self.tokens * self.plan.world_size / seconds if seconds else 0.0
+        return self.tokens * self.plan.ranks / seconds if seconds else 0.0
 
     @property
     def peak_flops(self) -> float:

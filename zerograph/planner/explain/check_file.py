@@ -66,7 +66,7 @@ def _forecast(file: PlanFile) -> Iterator[Violation]:
     """By simulating the programs again."""
     stated, plan = file.forecast, file.plan
     states = tuple(h for h in file.holdings if h.first == h.last == BEFORE)
-    rates = Rates(file.machine, plan.world_size, plan.compute_dtype)
+    rates = Rates.of(file.machine, plan)
     true, holdings = simulate(file.programs, rates, held=states, not_counted=stated.not_counted)
     for span, other in zip_longest(stated.spans, true.spans):
         if span != other:

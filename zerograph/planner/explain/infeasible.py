@@ -181,7 +181,8 @@ def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Chan
     states = rest + sum(state_bytes(step.params, new, search.moments))
     if not isinstance(budget, int):
         # More ranks on one host have less of its memory and NVMe each.
-        budget = {t: b * machine.capacity(t, new) // max(1, machine.capacity(t, old)) for t, b in budget.items()}
+        before, behind = (machine.budget(ranks * search.constraints.replicas) for ranks in (old, new))
+        budget = {t: b * behind[t] // max(1, before[t]) for t, b in budget.items()}
     return Change(
         f"world size {new}", step, replace(search.constraints, world_size=new), budget, states, search.variants
     )
@@ -217,7 +218,7 @@ def _placements(constraints: Constraints, machine: Machine) -> Iterator[tuple[st
         )
     if constraints.executable is not None and constraints.saved is None and constraints.offload != "auto":
         for tier in constraints.executable.tiers:
-            if machine.capacity(tier, constraints.world_size):
+            if machine.capacity(tier, constraints.ranks):
                 yield f'activations="{tier}"', replace(constraints, saved=tier)
     if constraints.executable is not None and isinstance(constraints.loss, int):
         yield 'loss_tiles="auto"', replace(constraints, loss="auto")
@@ -234,7 +235,7 @@ def _placements(constraints: Constraints, machine: Machine) -> Iterator[tuple[st
     kinds: list[Offload] = [kind for level, kind in enumerate(OFFLOADS) if 0 < level <= constraints.sharding]
     for tier in TIERS[1:]:
         run = constraints.executable is not None and tier in constraints.executable.tiers
-        for kind in kinds if machine.capacity(tier, constraints.world_size) else ():
+        for kind in kinds if machine.capacity(tier, constraints.ranks) else ():
             if (kind, tier) != (constraints.offload, constraints.tier) and not (
                 constraints.offload == kind and constraints.tier is None
             ):

@@ -56,7 +56,7 @@ def file_from_search(
         ConfigError: what was asked for does not exist on the machine, or at the stage, or delays no update.
     """
     search = Search(step, constraints, machine, moments=moments)
-    budget = machine.budget(constraints.world_size, reserve)
+    budget = machine.budget(constraints.ranks, reserve)
     found = search.within(budget)
     if found is None:
         raise infeasible(search, step, machine, budget)

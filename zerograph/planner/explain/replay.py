@@ -9,6 +9,7 @@ from dataclasses import replace
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, GivenPlan, Plan
 from zerograph.core.step import Param, Step, layer_of, layer_of_activation
+from zerograph.core.units import format_ranks
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.tiling import strange_loops, unknown_loops
@@ -81,7 +82,7 @@ def refuse_world_size(given: GivenPlan, world_size: int) -> None:
     planned = given.plan.world_size
     if planned != world_size:
         raise ConfigError(
-            f"the plan {given} is for {_ranks(planned)}, and this is a run of {_ranks(world_size)}",
+            f"the plan {given} is for {format_ranks(planned)}, and this is a run of {format_ranks(world_size)}",
             f"make one for this run: zerograph plan MODEL --world {world_size} -o plan.json",
         )
 
@@ -193,10 +194,6 @@ def _refuse(given: GivenPlan, differences: list[str]) -> None:
         f"the plan {given} is not one of this model:\n" + "\n".join(shown),
         "make the plan again from this model (zerograph plan MODEL -o plan.json), with the dtype that the backend gets",
     )
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _text(value: object) -> str:

@@ -50,7 +50,7 @@ def forecast_programs(
         state_sizes: where the optimizer is known, bytes that it keeps of each parameter that it updates, by name.
         measured: seconds that replace those that follow from the machine's rates.
     """
-    rates = Rates(machine, plan.world_size, plan.compute_dtype)
+    rates = Rates.of(machine, plan)
     state_sizes = _state_sizes(plan, moments) if state_sizes is None else state_sizes
     states = tuple(between_steps(plan, state_sizes, rates.staging))
     step, last = tuple(programs), programs[-1]

@@ -23,6 +23,7 @@ from zerograph.core.instructions import (
 )
 from zerograph.core.machine import Machine, Tier, is_disk
 from zerograph.core.param_bytes import update_bytes
+from zerograph.core.plan import Plan
 from zerograph.core.program import Segment
 from zerograph.core.step import Param
 
@@ -32,11 +33,18 @@ WAKE = 5e-5
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Seconds on one rank of ``world_size`` on ``machine``, most of whose parameters compute in ``dtype``."""
+    """Seconds on one rank of ``world_size`` in each of so many ``replicas``, on ``machine``; most parameters compute in
+    ``dtype``."""
 
     machine: Machine
     world_size: int
     dtype: str
+    replicas: int = 1
+
+    @classmethod
+    def of(cls, machine: Machine, plan: Plan) -> Rates:
+        """Those of the ranks that run ``plan``."""
+        return cls(machine, plan.world_size, plan.compute_dtype, plan.replicas)
 
     @property
     def overlaps(self) -> bool:
@@ -63,8 +71,10 @@ class Rates:
                 return self.compute(instruction.flops, instruction.moved, instruction.packed)
             case Scale():
                 return self.compute(0, instruction.moved)
-            case Gather() | Reduce():
+            case Gather():
                 return self.collective(instruction.bytes)
+            case Reduce():
+                return self.reduction(instruction.bytes)
             case Update(sizes=sizes):
                 return sum(map(self.machine.update.seconds, sizes))
             case HostUpdate():
@@ -90,10 +100,19 @@ class Rates:
         return flops / matmul.get(self.dtype, matmul["float32"])
 
     def collective(self, size: float) -> float:
-        """An all-gather or a reduction of ``size`` bytes."""
+        """An all-gather of ``size`` bytes, or a reduction of them into shards."""
         world = self.world_size
         # A rank's own part does not travel.
         return self.machine.collective(world).seconds(size * (world - 1) / world)
+
+    def reduction(self, size: float) -> float:
+        """A reduction of ``size`` bytes into shards, and of these over the replicas, where there are several."""
+        seconds, world, replicas = self.collective(size), self.world_size, self.replicas
+        if replicas > 1:
+            # To all of them: as a reduction into parts, and a gather of these.
+            between = self.machine.collective(world * replicas)
+            seconds += 2 * between.seconds(size / world * (replicas - 1) / replicas)
+        return seconds
 
     @property
     def staging(self) -> Tier:
@@ -120,7 +139,7 @@ class Rates:
 
     @property
     def _sharers(self) -> int:
-        return min(self.world_size, self.machine.ranks_per_node)
+        return min(self.world_size * self.replicas, self.machine.ranks_per_node)
 
 
 def device_update(

@@ -33,6 +33,7 @@ def plan_step(
     update: Update = "host",
     overlap: Overlap = "none",
     tiles: Mapping[str, int] | None = None,
+    replicas: int = 1,
 ) -> Plan:
     """The plan for ``step`` at a fixed stage.
 
@@ -48,6 +49,7 @@ def plan_step(
         update: where states on the host are updated.
         overlap: what updates of states off the device run beside.
         tiles: of parameters that are in several, by name; each has a bucket of its own.
+        replicas: ranks that hold the same shards.
     """
     tiles = tiles or {}
     residency: Residency = "use" if stage == 3 else "step"
@@ -65,6 +67,7 @@ def plan_step(
         offload=tuple((layer, saved) for layer in _layers(step, f"activations={saved!r}")) if saved != "device" else (),
         update=update,
         overlap=overlap,
+        replicas=replicas,
     )
 
 

@@ -25,6 +25,7 @@ class Constraints:
     Attributes:
         stage: 0 to 3 fix every bucket's residency; "auto" shards parameters and chooses it per bucket.
         world_size: ranks to shard over.
+        replicas: ranks that hold the same shards.
         bucket_size: bytes of gathered parameters per bucket, at most.
         prefetch: buckets gathered ahead, at most.
         recompute: as in :class:`~zerograph.core.config.Config`; "auto" chooses per layer.
@@ -59,6 +60,12 @@ class Constraints:
     update: Update = "host"
     overlap: Overlap | Literal["auto"] = "none"
     executable: Executable | None = None
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """All that train together."""
+        return self.world_size * self.replicas
 
     @classmethod
     def of(cls, config: Config, world_size: int, **fixed: Any) -> Constraints:
@@ -101,7 +108,7 @@ class Constraints:
             ConfigError: offloading was asked for, and the machine has no such tier, or nobody carries it out there.
         """
         tier = "host" if self.update == "device" else self.tier
-        found = open_tiers(machine, self.world_size, self.offload, tier)
+        found = open_tiers(machine, self.ranks, self.offload, tier)
         if self.executable is None or self.offload == "none":
             return found
         run = tuple(tier for tier in found if tier in self.executable.tiers)

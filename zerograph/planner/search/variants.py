@@ -49,7 +49,8 @@ def variants_of(graph: Graph, constraints: Constraints, machine: Machine) -> lis
     base: Mode = "none" if constraints.recompute == "none" else "auto"
     saved_sets = {}
     if constraints.recompute == "auto" and graph.step.training:
-        saved_sets = stops(graph, Rates(machine, constraints.world_size, compute_dtype(graph.step.params)))
+        rates = Rates(machine, constraints.world_size, compute_dtype(graph.step.params), constraints.replicas)
+        saved_sets = stops(graph, rates)
     # Who runs the plan asks for tiles of the loss, and of tokens, where nothing fits without.
     looks = constraints.tiles and constraints.executable is None if constraints.loss is None else constraints.loss != 1
     head = head_of(graph) if looks else None
@@ -120,6 +121,7 @@ def spaces_of(
             stage=constraints.sharding,
             world_size=constraints.world_size,
             bucket_size=size,
+            replicas=constraints.replicas,
             prefetch=DEFAULT_PREFETCH if constraints.prefetch is None else constraints.prefetch,
             recompute="full" if variant.token_tiles > 1 and constraints.recompute == "auto" else constraints.recompute,
             saved=constraints.saved or "device",
@@ -136,7 +138,7 @@ def spaces_of(
         # A model smaller than a bucket gets the same buckets for several sizes.
         if plan not in seen:
             seen.add(plan)
-            rates = Rates(machine, constraints.world_size, plan.compute_dtype)
+            rates = Rates.of(machine, plan)
             most = most_tiles(plan, size, untiled) if constraints.tiles else ()
             if step.tilable is not None and constraints.tiles:
                 most = tuple(n if plan.buckets[i].params[0].name in step.tilable else 1 for i, n in enumerate(most))
