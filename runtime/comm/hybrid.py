@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerograph.core.plan import Param
+from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.axes import Axes
 from zerograph.runtime.comm.collectives import Communicator, connect
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.rendezvous import Rendezvous
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _PendingHybrid:
+    """A reduction: into ``shards``, from which these are the ``results``; those that have elements go on to the
+    ``replicas``."""
+
     params: Sequence[Param]
-    reducing: Any
+    shards: Any
+    results: list[Tensor] = field(default_factory=list)
+    replicas: Any = None
 
 
 class HybridCommunicator:
     """See :class:`~zerograph.runtime.comm.collectives.Communicator`; ``rank`` and ``world_size`` are those of shards.
 
-    Both transports share one rendezvous, of all ranks: an error on one ends the program on all.
+    Both transports share one rendezvous, of all ranks: an error on one ends the program on all. A reduction goes on to
+    the replicas when the next one begins, and is under way there meanwhile.
     """
 
     def __init__(self, shards: Communicator, replicas: Communicator) -> None:
         self.shards, self.replicas = shards, replicas
         self.name = f"{shards.name}; between replicas {replicas.name}"
         self.rank, self.world_size, self.steps = shards.rank, shards.world_size, 0
+        self._last: _PendingHybrid | None = None  # that is not under way between replicas
 
     @property
     def rendezvous(self) -> Rendezvous | None:
@@ -55,6 +63,7 @@ class HybridCommunicator:
 
     def enter(self, entry: Entry, *, compared: bool = False) -> None:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        self._last = None  # of a program that failed
         self.shards.enter(entry, compared=compared)
         self.replicas.enter(entry, compared=compared)
         self.steps = entry.steps
@@ -75,20 +84,29 @@ class HybridCommunicator:
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingHybrid:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        self._pass_on()
         # Between the axes nothing is rounded to 16 bits.
         wide = [replace(p, dtype="float64" if p.reduce_dtype == "float64" else "float32") for p in params]
-        return _PendingHybrid(params, self.shards.start_reduce(wide, grads))
+        self._last = _PendingHybrid(params, self.shards.start_reduce(wide, grads))
+        return self._last
+
+    def _pass_on(self) -> None:
+        pending, self._last = self._last, None
+        if pending is None:
+            return
+        pending.results = self.shards.finish_reduce(pending.shards)
+        # Each rank's part is another parameter's to the ranks of this axis: one that they all hold.
+        parts = [replace(p, shape=p.shard_shape(self.rank, self.world_size), sharded=False) for p in pending.params]
+        filled = [(part, grad) for part, grad in zip(parts, pending.results, strict=True) if grad.numel()]
+        pending.replicas = self.replicas.start_reduce([part for part, _ in filled], [grad for _, grad in filled])
 
     def finish_reduce(self, pending: _PendingHybrid) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        results = self.shards.finish_reduce(pending.reducing)
-        # Each rank's part is another parameter's to the ranks of this axis: one that they all hold.
-        parts = [replace(p, shape=p.shard_shape(self.rank, self.world_size), sharded=False) for p in pending.params]
-        filled = [i for i, result in enumerate(results) if result.numel()]
-        begun = self.replicas.start_reduce([parts[i] for i in filled], [results[i] for i in filled])
-        for i, averaged in zip(filled, self.replicas.finish_reduce(begun), strict=True):
-            results[i] = averaged
-        return results
+        if pending is self._last:
+            self._pass_on()
+        averaged = iter(self.replicas.finish_reduce(pending.replicas))
+        rows = zip(pending.params, pending.results, strict=True)
+        return [next(averaged) if grad.numel() else grad.to(torch_dtype(p.dtype)) for p, grad in rows]
 
     def abort(self, reason: str) -> None:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""

@@ -68,6 +68,8 @@ def plan_step(
         update=update,
         overlap=overlap,
         replicas=replicas,
+        # One goes on to the replicas while the next one is under way.
+        reductions=1 if replicas == 1 else 2,
     )
 
 
