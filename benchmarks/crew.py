@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model import Workload, batches, build_model, called
+from namespaces import INTERFACE, Host
 from torch.distributed.tensor import DTensor
 from variants import Trainer, group_parameters, missing, parse
 
@@ -47,6 +48,7 @@ class Job:
     rank: int
     world: int
     log: str
+    host: Host | None = None
 
 
 class Clock:
@@ -225,6 +227,7 @@ class Crew:
     work: Workload
     world: int
     cache: Path | None = None  # Inductor's cache, if not the usual one
+    hosts: Sequence[Host] = ()  # by rank, where they are several
     logs: Path = field(init=False)
     processes: list[Any] = field(init=False, default_factory=list)
     pipes: list[connection.Connection] = field(init=False, default_factory=list)
@@ -249,11 +252,16 @@ class Crew:
         """The environment is torchrun's; it is set around the start because OpenMP reads it when torch is loaded."""
         context = get_context("spawn")
         ours, theirs = context.Pipe()
-        job = Job(self.spec, self.work, rank, self.world, str(self.logs / f"{rank}.log"))
+        host = self.hosts[rank] if self.hosts else None
+        job = Job(self.spec, self.work, rank, self.world, str(self.logs / f"{rank}.log"), host)
+        local = [r for r in range(self.world) if not self.hosts or self.hosts[r] == host]
         variables = {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1,
+            "RANK": rank, "LOCAL_RANK": local.index(rank), "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": len(local),
+            "MASTER_ADDR": self.hosts[0].address if self.hosts else "127.0.0.1", "MASTER_PORT": port,
+            "OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1,
         }  # fmt: skip
+        if host is not None:
+            variables["GLOO_SOCKET_IFNAME"] = INTERFACE
         if self.cache is not None:
             variables["TORCHINDUCTOR_CACHE_DIR"] = self.cache
         if self.work.device == "cpu":
@@ -312,6 +320,8 @@ class Crew:
 def serve(pipe: connection.Connection, job: Job) -> None:
     """The body of one rank's process: obeys commands until told None or until the parent is gone."""
     redirect_output(job.log)
+    if job.host is not None:
+        job.host.enter()
     worker = Worker(job)
     try:
         join_group(job)

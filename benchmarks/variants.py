@@ -156,7 +156,7 @@ def sharded(model: GPT, work: Workload, options: Options) -> Trainer:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    settings = {"mesh": init_device_mesh(work.device, (dist.get_world_size(),)), **options}
+    settings = {"mesh": init_device_mesh(work.device, (dist.get_world_size(),)), **on_mesh(work, options)}
     if work.dtype == "bf16":
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in blocks_of(model):
@@ -172,12 +172,23 @@ def compiled_sharded(model: GPT, work: Workload, options: Options) -> Trainer:
     return sharded(model, work, options)
 
 
+def on_mesh(work: Workload, options: Options) -> Options:
+    """`options` with the mesh of two axes that `replicas` asks for."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicas = options.pop("replicas", 1)
+    if replicas == 1:
+        return options
+    sizes = (replicas, dist.get_world_size() // replicas)
+    return {"mesh": init_device_mesh(work.device, sizes, mesh_dim_names=("dp_replicate", "dp_shard")), **options}
+
+
 def zerograph_stage(stage: int | str) -> Callable[[GPT, Workload, Options], Trainer]:
     def build(model: GPT, work: Workload, options: Options) -> Trainer:
         import zerograph
 
         precision = {"dtype": torch.bfloat16} if work.dtype == "bf16" else {}
-        backend = zerograph.backend(stage=stage, **precision, **options)
+        backend = zerograph.backend(stage=stage, **precision, **on_mesh(work, options))
         model.compile(backend=backend)
         return Trainer(model, adamw(model), backend)
 
@@ -309,7 +320,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
     shards, replicated = 0.0, 0.0
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         if isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements):
-            shards += float(gradient.to_local().double().square().sum())
+            copies = math.prod(
+                n for n, p in zip(gradient.device_mesh.shape, gradient.placements, strict=True) if p.is_replicate()
+            )
+            shards += float(gradient.to_local().double().square().sum()) / copies
         else:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             replicated += float(local.double().square().sum())

@@ -1,0 +1,109 @@
+"""Training steps over several hosts: sharded over all ranks, or within each host with replicas between them (HSDP).
+
+    python benchmarks/hosts.py                       # 2 hosts of 2 ranks, links of 200 Mbit/s
+    python benchmarks/hosts.py --rate 1gbit --rounds 9
+
+Hosts are network namespaces of this machine (`namespaces.py`); ranks of one share its memory, and between hosts there
+is gloo over a link that `tc` shapes. It takes root and `iproute2`.
+
+Prediction. By bytes: of P bytes of fp32 parameters a flat stage 3 sends 2.9 P per host and step (gloo's ring passes
+every gather and reduction through each host), and replicas 1.0 P, the all-reduce of the shards. At 200 Mbit/s that is
+the step: replicas take 0.4 of the flat step's time, and no longer than `fully_shard` on the same mesh.
+
+Method. As in `step.py`: each variant has its own processes, the order rotates from round to round, ratios are taken
+within a round, and losses are compared with DDP's. Bytes are those that the first host has sent meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+from pathlib import Path
+
+from crew import Crew
+from facts import Load, append_json, describe, machine_facts
+from model import Workload
+from namespaces import Host, Hosts
+from rich.console import Console
+from rich.table import Table
+from step import CHECKED_STEPS, Result, add_ratios, compare_losses, mean_over_ranks, measure, rotated, spread
+from variants import title
+
+OUT = Console(width=None if sys.stdout.isatty() else 160)
+REFERENCE = "ddp"
+FLAT = ("zg3", "fsdp", "fsdp-compiled")
+
+
+def main() -> int:
+    args = arguments()
+    work = Workload(args.layers, args.dim, args.dim // 64, 2048, args.batch, args.seq)
+    specs = [REFERENCE, "ddp-compiled", *FLAT, *(f"{spec}:replicas={args.hosts}" for spec in FLAT)]
+    facts, load = machine_facts("cpu"), Load()
+    OUT.print(f"{work.describe()}\n{args.hosts} hosts of {args.ranks} ranks, {args.rate}; {describe(facts)}")
+    with Hosts(args.hosts, args.rate) as hosts:
+        sent = run(results := [Result(spec) for spec in specs], work, args, hosts, load)
+    add_ratios(results)
+    compare_losses({r.spec: r for r in results}, REFERENCE, "fp32", "cpu")
+    show(results, sent, 4 * work.parameters, args, load)
+    if args.json:
+        rows = {r.spec: {"rounds": r.rounds, "sent": sent[r.spec], "mismatch": r.mismatch} for r in results}
+        append_json(args.json, {"rate": args.rate, "hosts": args.hosts, "ranks": args.ranks, **facts, "variants": rows})
+    return 1 if any(r.mismatch for r in results) else 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--hosts", type=int, default=2)
+    add("--ranks", type=int, default=2, help="of each host")
+    add("--rate", default="200mbit", help="at which a host sends, as tc takes it")
+    add("--layers", type=int, default=4)
+    add("--dim", type=int, default=256)
+    add("--batch", type=int, default=2, help="sequences per rank")
+    add("--seq", type=int, default=128)
+    add("--rounds", type=int, default=5)
+    add("--steps", type=int, default=3, help="timed steps per variant and round")
+    add("--timeout", type=float, default=600, help="seconds a command may take before its variant counts as hung")
+    add("--json", type=Path, help="append the result to this JSON Lines file")
+    args = parser.parse_args()
+    args.patience = 0
+    return args
+
+
+def run(
+    results: list[Result], work: Workload, args: argparse.Namespace, hosts: list[Host], load: Load
+) -> dict[str, float]:
+    """Take the steps; returns the bytes that the first host sent in a step of each variant."""
+    sent: dict[str, list[float]] = {result.spec: [] for result in results}
+    by_rank = [host for host in hosts for _ in range(args.ranks)]
+    with contextlib.ExitStack() as stack:
+        crews = {r.spec: stack.enter_context(Crew(r.spec, work, len(by_rank), hosts=by_rank)) for r in results}
+        for result in results:
+            crews[result.spec].call("build", timeout=args.timeout)
+            result.first = mean_over_ranks(crews[result.spec].call("check", CHECKED_STEPS, timeout=args.timeout))
+        for number in range(args.rounds):
+            for result in rotated(results, number):
+                before = hosts[0].sent()
+                measure(result, crews[result.spec], args, load)
+                sent[result.spec].append((hosts[0].sent() - before) / (args.steps + 1))  # with the one to warm up
+    return {spec: statistics.median(each) for spec, each in sent.items()}
+
+
+def show(results: list[Result], sent: dict[str, float], size: int, args: argparse.Namespace, load: Load) -> None:
+    names = list(dict.fromkeys(name for r in results for name in r.ratios))
+    table = Table(title=f"step, median of {args.rounds} rounds of {args.steps}; ratios of time: less is faster")
+    for column in ("variant", "ms", "sent per host / parameters", *(f"/ {n}" for n in names), "losses"):
+        table.add_column(column, justify="left" if column in ("variant", "losses") else "right")
+    for result in results:
+        table.add_row(
+            title(result.spec), f"{result.median * 1e3:.0f}", f"{sent[result.spec] / size:.2f}",
+            *(spread(result.ratios.get(name, [])) for name in names), result.mismatch or "agree",
+        )  # fmt: skip
+    OUT.print(table)
+    OUT.print(f"other processes took {load.share:.0%} of the machine during the timed steps")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
