@@ -184,6 +184,12 @@ def gloo_group(
     return group
 
 
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name. Graphs carry names, and torch's functional collectives take them; nothing public
+    leads back from one to its group. Seen in 2.11, 2.13."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Another group of the ranks of ``group``, as :func:`group_among` makes it."""
     return group_among(dist.get_process_group_ranks(group), group, device, "zerograph-reduce")
@@ -207,7 +213,7 @@ def group_among(
             backend=backend_name(like, device),
             use_local_synchronization=True,
             group_desc=description,
-            device_id=device,
+            device_id=device if device.type != "cpu" else None,
         )
     finally:
         everyone.bound_device_id = bound

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerograph.runtime.torch_private import group_among
+from zerograph.runtime.torch_private import group_among, resolve_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,21 @@ class Axes:
     """The groups of a mesh that this rank is in.
 
     Attributes:
+        name: of the mesh, for constants of graphs; other meshes of the same ranks have other names.
         everyone: all ranks of the mesh.
         shards: ranks that parameters are split over.
         replicas: ranks that have the same shards; None where no others do.
     """
 
+    name: str
     everyone: ProcessGroup
     shards: ProcessGroup
     replicas: ProcessGroup | None = None
+
+    @classmethod
+    def one(cls, group: ProcessGroup) -> Axes:
+        """The only axis of a mesh of ``group``."""
+        return cls(group.group_name, group, group)
 
     def places(self, group: ProcessGroup) -> list[int]:
         """The ranks of one of these groups, as ``everyone`` numbers them."""
@@ -39,31 +46,33 @@ class Axes:
 def axes_of(mesh: DeviceMesh) -> Axes:
     """The groups of ``mesh``, whose ranks call this together when it has two axes and is first seen."""
     shards = mesh.get_group(mesh.ndim - 1)
-    if mesh.ndim == 1:
-        return Axes(shards, shards)
-    if mesh.size(0) == 1:
-        return Axes(shards, shards)
+    if mesh.ndim == 1 or mesh.size(0) == 1:
+        return Axes.one(shards)
     replicas = mesh.get_group(0)
     for axes in _KNOWN.values():
         if axes.shards is shards and axes.replicas is replicas:
             return axes
-    axes = Axes(_everyone(mesh, shards), shards, replicas)
-    _KNOWN[axes.everyone.group_name] = axes
+    everyone = _everyone(mesh, shards)
+    axes = Axes(f"{everyone.group_name}, {replicas.size()} x {shards.size()}", everyone, shards, replicas)
+    _KNOWN[axes.name] = axes
     return axes
 
 
-def axes_named(name: str, group: ProcessGroup) -> Axes:
-    """The axes of the mesh whose ranks are the ``group`` of that ``name``; one, where none with two was seen."""
+def axes_named(name: str) -> Axes:
+    """The axes of the mesh of that name; of two only those that were seen, and else a group's."""
     known = _KNOWN.get(name)
-    return known if known is not None and known.everyone is group else Axes(group, group)
+    return known if known is not None else Axes.one(resolve_group(name))
 
 
 _KNOWN: dict[str, Axes] = {}
-# By the name of all ranks' group. Markers in graphs know a group by its name.
+# By name: markers in graphs are operators, which get constants.
 
 
 def _everyone(mesh: DeviceMesh, like: ProcessGroup) -> ProcessGroup:
     ranks = mesh.mesh.flatten().tolist()
-    if ranks == list(range(dist.get_world_size())) and dist.group.WORLD is not None:
+    if dist.group.WORLD is not None and ranks == list(range(dist.get_world_size())):
         return dist.group.WORLD
-    return group_among(ranks, like, torch.device(mesh.device_type), "zerograph-mesh")
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return group_among(ranks, like, device, "zerograph-mesh")

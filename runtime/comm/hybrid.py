@@ -85,7 +85,7 @@ class HybridCommunicator:
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingHybrid:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         self._pass_on()
-        # Between the axes nothing is rounded to 16 bits.
+        # Between the axes nothing is rounded to the parameter's dtype.
         wide = [replace(p, dtype="float64" if p.reduce_dtype == "float64" else "float32") for p in params]
         self._last = _PendingHybrid(params, self.shards.start_reduce(wide, grads))
         return self._last

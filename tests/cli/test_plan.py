@@ -115,6 +115,22 @@ def test_a_plan_file_of_a_traced_model(model: Path, tmp_path: Path, world: int) 
     assert not torch.distributed.is_initialized()
 
 
+def test_replicas_share_a_host_and_average_between_them(model: Path, tmp_path: Path) -> None:
+    files = []
+    for replicas in ("1", "2"):
+        out = tmp_path / f"{replicas}.json"
+        given = ("--world", "4", "--replicas", replicas, "--batch", "2", "--seq", "64", "-o", str(out))
+        result = run(f"{model}:small", *given, "--offload", "optimizer", "--machine", "a100-80gb")
+        assert result.exit_code == 0, result.stderr
+        files.append(PlanFile.from_json(out.read_text()))
+    one, two = files
+    assert (one.plan.ranks, two.plan.ranks, two.plan.world_size) == (4, 8, 4)
+    assert two.budget["host"] == pytest.approx(one.budget["host"] / 2), "of the ranks of one host"
+    seconds = [sum(s.end - s.start for s in file.forecast.spans if s.stream == "reduce") for file in files]
+    assert seconds[1] > seconds[0]
+    assert "4 ranks in each of 2 replicas" in result.stdout
+
+
 def test_a_model_that_is_given_by_its_sizes(tmp_path: Path) -> None:
     """The transformer that is traced has the parameters and the operations of the formulas of `zerograph estimate`."""
     out = tmp_path / "plan.json"

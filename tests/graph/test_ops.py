@@ -26,10 +26,6 @@ def test_instructions_are_never_dispatched() -> None:
         ops.FREE([torch.zeros(2)], 0)
 
 
-def test_no_group_is_one_rank() -> None:
-    assert ops.world_size("") == 1
-
-
 def test_a_marker_says_where_the_full_tensor_is_of_shards_that_are_elsewhere() -> None:
     with FakeTensorMode():
         shard = torch.empty(4, 3, requires_grad=True)

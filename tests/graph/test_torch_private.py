@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
-import torch.distributed as dist
 from torch import fx
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zerograph.graph import torch_private
 
 aten = torch.ops.aten
-
-
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_operators() -> None:
@@ -45,10 +32,6 @@ def test_operators_behind_those_that_keep_the_generator() -> None:
         assert torch_private.behind_generator(keeps, (aten.rand.default, [2])) == found
     assert torch_private.behind_generator(operators.run_with_rng_state, ("state", aten.rand.default, [2])) == found
     assert torch_private.behind_generator(aten.rand.default, ([2],)) == found
-
-
-def test_a_group_by_its_name(group: dist.ProcessGroup) -> None:
-    assert torch_private.resolve_group(group.group_name) is group
 
 
 def test_a_skipped_function_is_inlined_and_no_frame_of_its_own() -> None:

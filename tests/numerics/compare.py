@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zerograph
@@ -102,14 +102,16 @@ def mine(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.chunk(world)[rank] for t in tensors]
 
 
-def train(make: Callable[[], Case], stage: int | None, **options: Any) -> Result:
-    """Train a fresh model; ``stage`` None is plain PyTorch on the whole batch."""
+def train(make: Callable[[], Case], stage: int | None, shape: tuple[int, ...] | None = None, **options: Any) -> Result:
+    """Train a fresh model, on a mesh of all ranks of that ``shape``; ``stage`` None is plain PyTorch on the whole
+    batch."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     case = make()
     optimizer = case.optimizer(case.model)
     backend, model = None, case.model
     if stage is not None:
+        options |= {"mesh": init_device_mesh("cpu", shape)} if shape is not None else {}
         backend = zerograph.backend(stage=stage, **{"compute": "eager", "bucket_size": "1KB"} | options)
         model = torch.compile(case.model, backend=backend)
     losses = []

@@ -17,16 +17,38 @@ from zerograph.runtime import dtensors
 def test_a_parameter_is_read_as_it_is_placed(sharded: bool) -> None:
     with simulated_rank(1, 4):
         mesh = init_device_mesh("cpu", (4,))
-        param = DTensor.from_local(torch.ones(2, 3), mesh, dtensors.placements_of(sharded), run_check=False)
+        param = DTensor.from_local(torch.ones(2, 3), mesh, dtensors.placements_of(sharded, mesh), run_check=False)
         assert dtensors.is_sharded(param) == sharded == (not dtensors.is_replicated(param))
         assert dtensors.needs_one_reduction(param)
-        assert dtensors.group_of_ranks(param) is mesh.get_group()
+        assert dtensors.split_over(param) is (mesh if sharded else None)
+        if sharded:
+            assert dtensors.group_of_ranks(param) is mesh.get_group() and dtensors.has_first_replica(param)
+        assert dtensors.shard_ranks(mesh) == 4
         assert dtensors.own_rows(7, mesh) == rows_of(7, 1, 4) == slice(2, 4)
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_a_mesh_of_two_axes_splits_rows_over_the_last(rank: int) -> None:
+    with simulated_rank(rank, 6):
+        mesh = init_device_mesh("cpu", (2, 3))
+        split, whole = (
+            DTensor.from_local(torch.ones(2, 3), mesh, dtensors.placements_of(sharded, mesh), run_check=False)
+            for sharded in (True, False)
+        )
+        assert split.placements == (Replicate(), Shard(0)) and whole.placements == (Replicate(), Replicate())
+        assert dtensors.is_sharded(split) and not dtensors.is_replicated(split)
+        assert dtensors.is_replicated(whole) and not dtensors.is_sharded(whole)
+        assert dtensors.needs_one_reduction(split) and dtensors.needs_one_reduction(whole)
+        assert dtensors.group_of_ranks(split) is mesh.get_group(1)
+        assert (dtensors.split_over(split), dtensors.split_over(whole)) == (mesh, None)
+        assert dtensors.has_first_replica(split) == (rank < 3)
+        assert dtensors.shard_ranks(mesh) == 3
+        assert dtensors.own_rows(7, mesh) == rows_of(7, rank % 3, 3)
 
 
 def test_a_plain_tensor_is_whole() -> None:
     assert dtensors.is_replicated(torch.ones(2)) and not dtensors.is_sharded(torch.ones(2))
-    assert dtensors.needs_one_reduction(torch.ones(2))
+    assert dtensors.needs_one_reduction(torch.ones(2)) and dtensors.split_over(torch.ones(2)) is None
 
 
 @pytest.mark.parametrize(
@@ -34,10 +56,13 @@ def test_a_plain_tensor_is_whole() -> None:
     [
         ((4,), [Shard(1)], True, True),
         ((4,), [Partial()], False, False),
-        ((2, 2), [Replicate(), Shard(0)], True, False),
+        ((2, 2), [Replicate(), Shard(0)], True, True),
+        ((2, 2), [Shard(1), Replicate()], True, True),
+        ((2, 2), [Shard(0), Shard(1)], True, False),
+        ((2, 2), [Shard(0), Partial()], True, False),
         ((2, 2), [Partial(), Replicate()], False, False),
     ],
-    ids=["columns", "a sum", "rows of a half", "a sum of a half"],
+    ids=["columns", "a sum", "rows of a half", "columns of a half", "quarters", "a sum of rows", "a sum of a half"],
 )
 def test_tensors_that_users_placed(
     sizes: tuple[int, ...], placements: list[Placement], sharded: bool, one: bool

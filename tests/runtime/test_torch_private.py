@@ -57,6 +57,10 @@ def _interrupted(group: dist.ProcessGroup) -> None:
         raise ZeroDivisionError
 
 
+def test_a_group_by_its_name(group: dist.ProcessGroup) -> None:
+    assert torch_private.resolve_group(group.group_name) is group
+
+
 def test_process_groups(group: dist.ProcessGroup) -> None:
     assert torch_private.backend_name(group, CPU) == "gloo"
     assert torch_private.timeout_of(group, CPU) == 77

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import zerograph
 from zerograph.core.errors import ConfigError
+from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.sharding.ranks import Ranks, resolve_mesh, will_be_alone
 
 
@@ -35,6 +36,14 @@ def _meshes() -> str:
 def test_a_mesh_is_found_or_refused() -> None:
     first, second = run(2, _meshes)
     assert first == "" and "rank 1 is not in the mesh, which has ranks [0]" in second
+
+
+@pytest.mark.parametrize("ranks", [[[1, 0], [3, 2]], [[2, 3], [0, 1]], [3, 2, 1, 0]])
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused(ranks: list[list[int]] | list[int]) -> None:
+    with simulated_rank(0, 4):
+        mesh = DeviceMesh("cpu", ranks)
+        with pytest.raises(ConfigError, match="along each axis they must ascend"):
+            resolve_mesh(zerograph.backend(stage=3, mesh=mesh).config, "cpu")
 
 
 def _beside_a_gpu() -> None:

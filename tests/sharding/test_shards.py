@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 from zerograph.core.errors import CheckpointError, ConfigError
-from zerograph.runtime.dtensors import is_sharded
+from zerograph.runtime.dtensors import is_sharded, placements_of
 from zerograph.sharding import shards
 
 SHAPES = [(4, 3), (5, 2), (1, 3), (3,), (0, 2)]
 
 
-def _there_and_back() -> None:
-    """Of rows that divide, that do not, that are fewer than ranks, and of none."""
-    world, group = dist.get_world_size(), dist.group.WORLD
-    mesh = init_device_mesh("cpu", (world,))
+def _there_and_back(sizes: tuple[int, ...]) -> None:
+    """Of rows that divide, that do not, that are fewer than ranks, and of none; ``sizes`` are those of the mesh."""
+    group, mesh = dist.group.WORLD, init_device_mesh("cpu", sizes)
+    split, everywhere = placements_of(True, mesh), placements_of(False, mesh)
     for shape in SHAPES:
         full = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        sharded = distribute_tensor(full, mesh, [Shard(0)])
+        sharded = distribute_tensor(full, mesh, split)
         mine = shards.as_shard(full, sharded)
         assert is_sharded(mine) and mine.shape == full.shape
         assert torch.equal(mine.to_local(), sharded.to_local())
@@ -31,25 +33,24 @@ def _there_and_back() -> None:
         assert torch.equal(shards.full_value(sharded), full)
         pieces = shards.gather_to_first(sharded)
         assert torch.equal(torch.cat(pieces), full) if dist.get_rank() == 0 else pieces == []
-        for split, local in (
-            (True, torch.zeros_like(sharded.to_local())),
-            (False, torch.zeros(shape).t().contiguous().t()),
+        for over, local in (
+            (mesh, torch.zeros_like(sharded.to_local())),
+            (None, torch.zeros(shape).t().contiguous().t()),
         ):
-            shards.send_from_first(full if dist.get_rank() == 0 else None, local, shape[0], group, split)
-            assert torch.equal(local, sharded.to_local() if split else full)
-    whole = distribute_tensor(torch.arange(3.0), mesh, [Replicate()])
+            shards.send_from_first(full if dist.get_rank() == 0 else None, local, shape[0], group, over)
+            assert torch.equal(local, sharded.to_local() if over else full)
+    whole = distribute_tensor(torch.arange(3.0), mesh, everywhere)
     assert not is_sharded(whole)
+    assert len(shards.gather_to_first(whole)) == 1, "all have it"
     assert torch.equal(shards.full_value(whole), torch.arange(3.0))
     assert torch.equal(shards.as_shard(torch.ones(3), whole).to_local(), torch.ones(3))
-    transposed = shards.as_shard(
-        torch.arange(6.0).view(2, 3).t(), distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])
-    )
+    transposed = shards.as_shard(torch.arange(6.0).view(2, 3).t(), distribute_tensor(torch.zeros(3, 2), mesh, split))
     assert torch.equal(transposed.full_tensor(), torch.arange(6.0).view(2, 3).t())
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_there_and_back(world: int) -> None:
-    run(world, _there_and_back)
+@pytest.mark.parametrize("sizes", [(1,), (2,), (2, 1), (1, 2), (2, 2)])
+def test_there_and_back(sizes: tuple[int, ...]) -> None:
+    run(prod(sizes), _there_and_back, sizes)
 
 
 def test_a_plain_parameter_is_its_own_shard() -> None:
@@ -60,7 +61,7 @@ def test_a_plain_parameter_is_its_own_shard() -> None:
     assert torch.equal(value, param) and value.data_ptr() != param.data_ptr() and not value.requires_grad
     assert torch.equal(shards.gather_to_first(param)[0], param)
     local = torch.zeros(3)
-    shards.send_from_first(torch.ones(3), local, 3, None, split=True)
+    shards.send_from_first(torch.ones(3), local, 3, None, None)
     assert torch.equal(local, torch.ones(3))
     assert shards.group_of(nn.Linear(2, 2)) is None and shards.is_first(None)
 

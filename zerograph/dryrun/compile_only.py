@@ -1,6 +1,6 @@
 """Compile a model without running it or holding it, for any number of simulated ranks.
 
-The model is built on the meta device, sharded there, and traced with fake tensors that claim to be on the CPU: kernels
+The model is built on the meta device, sharded there, and traced with fake tensors that claim to be on a device: kernels
 are chosen by device, and the meta device has few. Dynamo hands over its graph as in training, where its work ends; the
 programs are made from the joint graph.
 """
@@ -32,6 +32,7 @@ from zerograph.dryrun.inputs import Arguments, arguments
 from zerograph.dryrun.torch_private import BackendFailed, Ended, FakeTensorMode, simulate_group
 from zerograph.dryrun.untraceable import explain_failure
 from zerograph.graph.costs import traced_size
+from zerograph.runtime.torch_private import as_dtensor
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.ranks import Ranks
@@ -67,6 +68,7 @@ def compile_only(
     repeat_layers: bool = True,
     programs: bool = True,
     moments: int = 2,
+    device: str = "cpu",
     **options: Any,
 ) -> Compiled:
     """Compile forward and backward of what ``make`` returns, as rank 0 of ``world_size`` would.
@@ -80,6 +82,7 @@ def compile_only(
             alike.
         programs: make the programs too. Else the frames end with their plans, made by rule unless options say more.
         moments: tensors that the optimizer keeps per parameter, for a plan that is searched.
+        device: that the tensors of the call claim to be on; torch has to have operators for it.
         options: arguments of :func:`zerograph.backend`.
 
     Raises:
@@ -90,7 +93,8 @@ def compile_only(
     """
     # Kernels are never needed: the programs are all that is asked for.
     config = Config.of(**{"compute": "eager", **options})
-    with without_gc(), _Call.of(make, config, world_size, batch, seq, sizes, moments, repeat_layers) as call:
+    there = torch.device(device)
+    with without_gc(), _Call.of(make, config, world_size, batch, seq, sizes, moments, repeat_layers, there) as call:
         frame, joint = call.trace()
         (compile_joint if programs else plan_joint)(frame, joint)
         states = call.planner.states(frame.step, call.params)
@@ -98,12 +102,13 @@ def compile_only(
 
 
 def _fake_arguments(
-    given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int] | None, mode: FakeTensorMode
+    given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int] | None, mode: FakeTensorMode, device: torch.device
 ) -> Arguments:
     """The arguments of a call, their tensors fake."""
     args, kwargs = arguments(given, batch, seq, sizes or {})
     fakes: dict[int, Tensor] = {}
-    return tuple(_input(x, mode, fakes) for x in args), {name: _input(x, mode, fakes) for name, x in kwargs.items()}
+    faked = {name: _input(x, mode, device, fakes) for name, x in kwargs.items()}
+    return tuple(_input(x, mode, device, fakes) for x in args), faked
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,7 @@ class _Call:
     Attributes:
         params: all of the model's.
         mode: what the tensors of the call are fake in.
+        device: that they claim to be on.
         uncompiled: makes the same call of the model as it was.
     """
 
@@ -123,6 +129,7 @@ class _Call:
     planner: Planner
     compilation: Compilation
     mode: FakeTensorMode
+    device: torch.device
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     uncompiled: Callable[[], object]
@@ -139,6 +146,7 @@ class _Call:
         sizes: Mapping[Dimension, int] | None,
         moments: int,
         repeat_layers: bool,
+        device: torch.device,
     ) -> Iterator[_Call]:
         """The call of what ``make`` returns, for rank 0 of ``world_size``, who exist inside of this context."""
         if dist.is_initialized():
@@ -155,12 +163,13 @@ class _Call:
                 return [*gc.get_objects(generation=0), *model.modules()]
 
             adoption = Adoption(config, lambda device: Ranks.connect(config, device), everything=everything)
-            adoption.shard([model], torch.device("cpu"))
-            planner = Planner(config, world_size, adoption.params, torch.device("cpu"), moments=moments)
+            adoption.shard([model], device)
+            planner = Planner(config, world_size, adoption.params, device, moments=moments)
             compilation = Compilation(
                 world_size=world_size,
                 segments=SegmentCache(config.compute),
                 plan_for=lambda code, step, _: planner.plan(code, step, params),
+                device=device,
                 tied=adoption.tied,
                 moments=moments,
                 repeats_layers=repeat_layers,
@@ -169,16 +178,16 @@ class _Call:
                 staging=planner.staging,
                 text_of=lambda gm: str(gm.graph),
             )
-            args, kwargs = _fake_arguments(given, batch, seq, sizes, mode)
+            args, kwargs = _fake_arguments(given, batch, seq, sizes, mode, device)
 
             def uncompiled() -> None:
                 again, brought = on_meta(make)
-                _fake(again, mode)
-                positional, named = _fake_arguments(brought, batch, seq, sizes, mode)
+                _fake(again, mode, device)
+                positional, named = _fake_arguments(brought, batch, seq, sizes, mode, device)
                 with mode:
                     again(*positional, **named)
 
-            yield cls(model, config, params, adoption, planner, compilation, mode, args, kwargs, uncompiled)
+            yield cls(model, config, params, adoption, planner, compilation, mode, device, args, kwargs, uncompiled)
 
     @property
     def inputs(self) -> list[Any]:
@@ -198,7 +207,7 @@ class _Call:
 
         torch.compiler.reset()
         # The meta device has too few kernels to trace on.
-        self.adoption.replace(_fake(self.model, self.mode))
+        self.adoption.replace(_fake(self.model, self.mode, self.device))
         try:
             with self.mode:
                 torch.compile(self.model, backend=compiler, fullgraph=True)(*self.args, **self.kwargs)
@@ -222,36 +231,34 @@ class _Call:
         return frame, joint
 
 
-def _fake(model: nn.Module, mode: FakeTensorMode) -> dict[int, nn.Parameter]:
+def _fake(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> dict[int, nn.Parameter]:
     """Put fake parameters and buffers in the places of those on the meta device; returns the parameters by old id."""
     new: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
                 if old is not None:
-                    tensors[name] = new.setdefault(id(old), _faked(old, mode))  # type: ignore[assignment]
+                    tensors[name] = new.setdefault(id(old), _faked(old, mode, device))  # type: ignore[assignment]
     return {key: value for key, value in new.items() if isinstance(value, nn.Parameter)}
 
 
-def _input(value: Any, mode: FakeTensorMode, fakes: dict[int, Tensor]) -> Any:
+def _input(value: Any, mode: FakeTensorMode, device: torch.device, fakes: dict[int, Tensor]) -> Any:
     """An argument of the call; a tensor that is given twice (ids that are labels too) stays one tensor."""
     if not isinstance(value, Tensor):
         return value
     if id(value) not in fakes:
-        fakes[id(value)] = _faked(value, mode)
+        fakes[id(value)] = _faked(value, mode, device)
     return fakes[id(value)]
 
 
-def _faked(old: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A tensor like ``old`` that is fake, and on the CPU."""
+def _faked(old: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A tensor like ``old`` that is fake, and on ``device``."""
     local = old.to_local() if isinstance(old, DTensor) else old
     with mode, torch.no_grad():
         shape, stride = map(traced_size, local.shape), map(traced_size, local.stride())
-        new = torch.empty_strided([*shape], [*stride], dtype=local.dtype, device="cpu")
+        new = torch.empty_strided([*shape], [*stride], dtype=local.dtype, device=device)
         if isinstance(old, DTensor):
-            new = DTensor.from_local(
-                new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-            )
+            new = as_dtensor(new, old.device_mesh, old.placements, old.shape, old.stride())
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerograph.graph.torch_private import resolve_group, skip_frame
-
 _LIB = torch.library.Library("zg", "DEF")
 # The device of the result, where it is another one than the argument's: shards may live on the host.
 _SPEC = "str name, str group, ScalarType dtype, ScalarType reduce_dtype, bool sharded, Device? device=None"
@@ -38,15 +36,6 @@ _LIB.define("place(Tensor[] terms, Tensor? into, int[] shape, int dim, int begin
 _LIB.define("accumulate(Tensor[] terms, Tensor? into) -> Tensor")
 # The product with a number, in the memory of ``source`` where nobody else has that.
 _LIB.define("scale(Tensor source, Tensor by) -> Tensor")
-
-
-def world_size(group: str) -> int:
-    """Ranks in the process group of that name; 1 for the empty name."""
-    return resolve_group(group).size() if group else 1
-
-
-# At a graph break Dynamo would compile it as a frame of its own.
-skip_frame(world_size)
 
 
 def _unshard_fake(

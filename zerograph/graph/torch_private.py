@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch._inductor.inductor_prims
 import torch._prims.rng_prims
-import torch.distributed as dist
 from torch import fx
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch.partitioners import get_default_op_list
@@ -61,18 +60,9 @@ def is_recomputable(node: fx.Node) -> bool:
 _operator_lists = functools.cache(get_default_op_list)
 
 
-def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group of that name. Graphs carry names, and torch's functional collectives take them; nothing public
-    leads back from one to its group. Seen in 2.11, 2.13."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-
-
 def skip_frame(function: Callable[..., Any]) -> None:
     """Keep Dynamo from compiling ``function`` as a frame of its own, while it is still inlined into other frames.
 
     ``torch.compiler.disable`` would break the graph of the frame that calls it. Seen in 2.11, 2.13.
     """
     skip_code(function.__code__)
-
-
-skip_frame(resolve_group)

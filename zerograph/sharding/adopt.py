@@ -202,10 +202,10 @@ def one_mesh(mesh: DeviceMesh) -> DeviceMesh:
     DTensor's caches take equal meshes for the same, AOTAutograd tells them apart by identity: a graph that holds both
     cannot be lowered. Copies and pickles of a DTensor bring a mesh of their own.
     """
-    everyone = axes_of(mesh).everyone
-    key = everyone.group_name, hash(mesh)
+    axes = axes_of(mesh)
+    key = axes.name, hash(mesh)
     first = _MESHES.setdefault(key, mesh)
-    if axes_of(first).everyone is not everyone:  # of a group that was destroyed; names are used again
+    if axes_of(first) != axes:  # of a group that was destroyed; names are used again
         first = _MESHES[key] = mesh
     return first if first == mesh else mesh
 

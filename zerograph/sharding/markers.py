@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zerograph.core.plan import Param
-from zerograph.graph import ops
-from zerograph.graph.torch_private import resolve_group, skip_frame
+from zerograph.graph.torch_private import skip_frame
 from zerograph.runtime.buffers import dtype_name
-from zerograph.runtime.comm.axes import axes_named
+from zerograph.runtime.comm.axes import Axes, axes_named
 from zerograph.runtime.comm.hybrid import connect_axes
 from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.executor.accumulation import GradientAccumulation
@@ -25,21 +23,28 @@ from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.torch_private import backend_name
 
-_OF_GROUPS: dict[str, tuple[dist.ProcessGroup, UncompiledReads]] = {}
-# Operators get constants: of a group they know the name.
+_OF_AXES: dict[str, tuple[Axes, UncompiledReads]] = {}
+# Operators get constants: of a mesh they know the name.
 
 
-def reads_of_group(name: str, device: torch.device) -> UncompiledReads:
-    """The reader of parameters over the process group ``name`` that belong to no backend. All its ranks call this first
-    together."""
-    group = resolve_group(name)
-    known, reads = _OF_GROUPS.get(name, (None, None))
-    if reads is None or known is not group:  # names of groups that were destroyed are used again
+def reads_of(name: str, device: torch.device) -> UncompiledReads:
+    """The reader of parameters on the mesh ``name`` that belong to no backend. Its ranks call this first together."""
+    axes = axes_named(name)
+    known, reads = _OF_AXES.get(name, (None, None))
+    if reads is None or known != axes:  # names of groups that were destroyed are used again
+        group = axes.everyone
         rendezvous = None if backend_name(group, device) == "fake" else Rendezvous.open(group, device)
-        comm = connect_axes(axes_named(name, group), device, rendezvous)
-        reads = UncompiledReads(comm, (), StepCount(), GradientAccumulation({}), 3)
-        _OF_GROUPS[name] = (group, reads)
+        reads = UncompiledReads(connect_axes(axes, device, rendezvous), (), StepCount(), GradientAccumulation({}), 3)
+        _OF_AXES[name] = (axes, reads)
     return reads
+
+
+def _is_alone(group: str) -> bool:
+    return not group or axes_named(group).everyone.size() == 1
+
+
+for _function in (axes_named, _is_alone):
+    skip_frame(_function)  # at a graph break Dynamo would compile it as a frame of its own
 
 
 def _unshard(
@@ -47,20 +52,20 @@ def _unshard(
     sharded: bool, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     shard = shard.to(device or shard.device)
-    if not sharded or ops.world_size(group) == 1:
+    if not sharded or _is_alone(group):
         return shard.to(dtype=dtype, copy=True)  # an operator's result may not alias its input
     param = _param(name, shape, shard.dtype, dtype, reduce_dtype, sharded)
-    return reads_of_group(group, shard.device).gather(param, shard, _WHOSE)
+    return reads_of(group, shard.device).gather(param, shard, _WHOSE)
 
 
 def _reduce_grad(
     grad: Tensor, shard_shape: Sequence[int], shard_dtype: torch.dtype, name: str, group: str, dtype: torch.dtype,
     reduce_dtype: torch.dtype, sharded: bool, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    if ops.world_size(group) == 1:
+    if _is_alone(group):
         return grad.to(reduce_dtype, copy=True).to(device, shard_dtype)
     param = _param(name, grad.shape, shard_dtype, dtype, reduce_dtype, sharded)
-    return reads_of_group(group, grad.device).reduce(param, grad, _WHOSE).to(device)
+    return reads_of(group, grad.device).reduce(param, grad, _WHOSE).to(device)
 
 
 _WHOSE = "a graph of another backend"

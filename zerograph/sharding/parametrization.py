@@ -245,7 +245,7 @@ def spec_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     # One rank gathers what lives off the device from there.
     splits = config.sharding > 0 and (mesh is not None or config.offloads)
     sharded = splits and is_divided(param.shape, world)
-    group = axes_of(mesh).everyone.group_name if mesh is not None else ""
+    group = axes_of(mesh).name if mesh is not None else ""
     return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 
 

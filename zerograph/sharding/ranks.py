@@ -133,12 +133,23 @@ def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
                 f"rank {dist.get_rank()} is not in the mesh, which has ranks {config.mesh.mesh.flatten().tolist()}",
                 "run the model only on ranks of its mesh, or make a mesh of all ranks",
             )
+        _refuse_descending(config.mesh)
         return None if will_be_alone(config) else one_mesh(config.mesh)
     group = default_group()
     if group is None or will_be_alone(config):
         return None
     # Not init_device_mesh, which makes another group where the default one is gloo's and there is a GPU.
     return one_mesh(DeviceMesh.from_group(group, device_type))
+
+
+def _refuse_descending(mesh: DeviceMesh) -> None:
+    """Process groups sort their ranks, and coordinates do not: rows would be another rank's."""
+    ranks = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))
+    if bool((ranks.diff(dim=0) <= 0).any()) or bool((ranks.diff(dim=1) <= 0).any()):
+        raise ConfigError(
+            f"mesh has the ranks {mesh.mesh.tolist()}: along each axis they must ascend",
+            "make it with init_device_mesh, which numbers them row by row",
+        )
 
 
 def device_of(model: nn.Module, config: Config, device: object) -> torch.device:

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.rows import largest, rows_of
-from zerograph.graph.torch_private import resolve_group
-from zerograph.runtime.comm.axes import axes_of
+from zerograph.runtime.comm.axes import axes_named, axes_of
 from zerograph.runtime.dtensors import group_of_ranks, has_first_replica, is_sharded, own_rows, placements_of
 from zerograph.runtime.torch_private import as_dtensor
 
@@ -24,7 +23,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     for module in model.modules():
         for spec in module.__dict__.get("_zg_specs", {}).values():
             if spec.group:
-                return resolve_group(spec.group)
+                return axes_named(spec.group).everyone
     return default_group()
 
 

@@ -16,7 +16,7 @@ class ShardSpec(NamedTuple):
 
     Attributes:
         name: fully qualified name in the sharded model.
-        group: name of the process group, empty at world size 1.
+        group: name of the mesh (:class:`~zerograph.runtime.comm.axes.Axes`), empty at world size 1.
         dtype: dtype of the full tensor, for gather and compute.
         reduce_dtype: dtype of the gradient's reduction over ranks.
         sharded: split by rows over the ranks of ``group``, or unsharded on each.

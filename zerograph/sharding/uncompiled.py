@@ -14,7 +14,7 @@ from zerograph.core.tracebacks import running_line
 from zerograph.graph.ops import UNSHARD
 from zerograph.runtime import delayed
 from zerograph.runtime.executor.uncompiled import UncompiledReads
-from zerograph.sharding.markers import reads_of_group
+from zerograph.sharding.markers import reads_of
 from zerograph.sharding.spec import ShardSpec
 
 
@@ -38,7 +38,7 @@ def read_uncompiled(param: nn.Parameter, spec: ShardSpec, reads: UncompiledReads
     if not spec.group:
         return UNSHARD(local, list(param.shape), *spec)
     if reads is None:  # the model came from a file
-        reads = reads_of_group(spec.group, spec.device or local.device)
+        reads = reads_of(spec.group, spec.device or local.device)
     return _Read.apply(local, spec.described(param), spec.device, reads, running_line())  # type: ignore[no-any-return]
 
 

@@ -41,6 +41,17 @@ def test_an_all_reduce_takes_as_long_as_both() -> None:
     assert reduction(WEIGHT, unsharded) == pytest.approx(3 * PASS)
 
 
+def test_shards_are_summed_over_their_replicas_too() -> None:
+    far = Link(rate=FREE.intra.rate / 4)
+    rates = replace(RATES, machine=replace(FREE, inter=far, ranks_per_node=WORLD), replicas=4)
+    reduce = Reduce(0, (WEIGHT,), (), 0, bytes=reduced_bytes((WEIGHT,)))
+    # An all-reduce of a rank's part among 4: twice 3/4 of it, over the slower link.
+    part = WEIGHT.gathered_bytes / WORLD
+    assert rates.seconds(reduce, ()) == pytest.approx(PASS + 2 * part * 3 / 4 / far.rate)
+    gather = Gather(0, (WEIGHT,), (), 0, bytes=gathered_bytes((WEIGHT,), WORLD))
+    assert rates.seconds(gather, ()) == pytest.approx(PASS), "within a replica"
+
+
 def test_nothing_is_gathered_of_what_every_rank_holds_as_kernels_read_it() -> None:
     unsharded = replace(WEIGHT, sharded=False)
     assert gathered_bytes((unsharded,), WORLD) == 0
