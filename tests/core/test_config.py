@@ -104,13 +104,14 @@ def test_a_measured_machine(tmp_path: Path) -> None:
     assert Config.of(machine=measured).machine == measured
 
 
-def test_a_mesh_of_two_dimensions_and_its_slice() -> None:
+def test_a_mesh_of_three_dimensions_and_its_slices() -> None:
     with fake_world(0, 8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("tp", "dp"))
-        with pytest.raises(ConfigError, match="mesh has 2 dimensions") as caught:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("tp", "dp_replicate", "dp_shard"))
+        with pytest.raises(ConfigError, match="mesh has 3 dimensions") as caught:
             zerograph.backend(mesh=mesh)
-        assert 'mesh["dp"]' in caught.value.hint
-        assert zerograph.backend(mesh=mesh["dp"]).config.mesh.size() == 4
+        assert 'mesh["dp_replicate", "dp_shard"]' in caught.value.hint
+        assert zerograph.backend(mesh=mesh["dp_shard"]).config.mesh.size() == 2
+        assert zerograph.backend(mesh=mesh["dp_replicate", "dp_shard"]).config.mesh.shape == (2, 2)
 
 
 def test_every_argument_right() -> None:

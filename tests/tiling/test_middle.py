@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
+from zerograph.core.instructions import Gather
 from zerograph.core.step import Mlp
 from zerograph.dryrun.compile_only import compile_only
 
@@ -104,3 +106,17 @@ def test_a_module_with_two_has_two_names() -> None:
         (30, {"3.weight": 0, "5.weight": 1}),
     ]
     assert len({mlp.name for mlp in found}) == 2
+
+
+def test_a_constant_that_layers_share_leads_from_none_to_another() -> None:
+    """As the ones in silu's gradients may be one tensor for all layers, where Inductor folds no constants."""
+
+    def make() -> tuple[nn.Module, tuple[Tensor]]:
+        layers = [Layer(lambda h: torch.relu(h) * torch.full((2, 3, 20), 0.5, device=h.device)) for _ in range(2)]
+        return nn.Sequential(*layers).train(), (torch.zeros(2, 3, 8),)
+
+    options = {"tile": {"*": 2}, "bucket_size": "1KiB", "repeat_layers": False}
+    with inductor_config.patch(joint_graph_constant_folding=False):
+        frame = compile_only(make, world_size=2, **options).frame
+    gathers = [each for each in frame.programs["backward"].instructions if isinstance(each, Gather)]
+    assert {each.tile for each in gathers} == {0, 1} and len(frame.step.mlps) == 2

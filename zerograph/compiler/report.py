@@ -94,7 +94,6 @@ class Report:
     Attributes:
         stage: as the backend was given it.
         world_size: ranks that the model is sharded over.
-        replicas: ranks that have the same shards.
         transport: how they exchange tensors.
         buckets: every bucket of every frame.
         programs: programs of all frames.
@@ -113,11 +112,11 @@ class Report:
         whole_logits: by frame, why its logits, or those of a second head, exist for all tokens at once.
         apart: by MLP, why weights of it that are in tiles do not run in one loop.
         recorded: the last step that ``backend.record()`` recorded.
+        replicas: ranks that have the same shards.
     """
 
     stage: Stage
     world_size: int
-    replicas: int
     transport: str
     buckets: tuple[BucketReport, ...]
     programs: int
@@ -134,6 +133,7 @@ class Report:
     whole_logits: Mapping[int, str] = field(default_factory=dict)
     apart: Mapping[str, str] = field(default_factory=dict)
     recorded: RecordedStep | None = None
+    replicas: int = 1
 
     @classmethod
     def of(

@@ -38,20 +38,20 @@ class Ranks:
     Attributes:
         device: where this rank's shards live.
         size: how many ranks split a parameter.
-        replicas: how many have the same part of it.
         mesh: the mesh of all; None where one rank communicates with nobody.
         communicator: the transport; None before there is a model.
         agreement: how they agree on what they compile; None where there is one rank, and where ranks are simulated.
         host: of an accelerator, for what leaves it; None where nothing does, and on a CPU.
+        replicas: how many have the same part of a parameter.
     """
 
     device: torch.device
     size: int = 1
-    replicas: int = 1
     mesh: DeviceMesh | None = None
     communicator: Communicator | None = None
     agreement: Agreement | None = None
     host: HostMemory | None = None
+    replicas: int = 1
 
     @classmethod
     def connect(cls, config: Config, device: torch.device) -> Ranks:
@@ -76,7 +76,7 @@ class Ranks:
         agreement = Agreement.open(axes.everyone, device, config.plan)
         communicator = connect_axes(axes, device, agreement.rendezvous if agreement is not None else None)
         split = shard_ranks(mesh)
-        return cls(device, split, mesh.size() // split, mesh, communicator, agreement, host)
+        return cls(device, split, mesh, communicator, agreement, host, mesh.size() // split)
 
 
 def _refuse_beside_current(device: torch.device) -> None:

@@ -45,6 +45,8 @@ class Middle(Region):
         ``counts``."""
 
         def leaves(node: fx.Node) -> bool:
+            if _is_fill(node):
+                return False  # others read what stays where it is
             if self.cuts[node] is None:
                 return bool(node.users)
             return any(user not in self.cuts and (user.op == "output" or counts(user)) for user in node.users)
@@ -62,6 +64,7 @@ class Middle(Region):
             behind = (
                 level.get(n, 0) + (n in self.cuts and not (within and self.cuts[n] is not None))
                 for n in node.all_input_nodes
+                if not _is_fill(n)
             )
             level[node] = max(behind, default=0)
             node = node.next
@@ -183,7 +186,7 @@ class _MiddleGrowth(Growth):
         return self.region.weights.get(node) or super().inside(node)
 
     def entered(self, node: fx.Node, cut: Cut | None) -> None:
-        if cut is not None:
+        if cut is not None and not _is_fill(node):
             self._push(node)
 
     def makes(self, node: fx.Node, source: fx.Node, cut: Cut) -> bool:
@@ -221,6 +224,11 @@ class _MiddleGrowth(Growth):
         if found is not None and len(found.dims) != 1:
             raise Mixes(node, "takes the hidden dimension apart")
         return found
+
+
+def _is_fill(node: fx.Node) -> bool:
+    """Whether ``node`` is the same numbers in every step: one may be shared by all layers, and leads to none."""
+    return node.op == "call_function" and not node.all_input_nodes
 
 
 def _is(size: Any, number: int) -> bool:

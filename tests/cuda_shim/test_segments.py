@@ -1,0 +1,155 @@
+"""Segments for GPUs are generated and assembled on a machine without one, for models of transformers.
+
+A process with `shim.cc` loaded compiles a training step: Inductor writes Triton kernels, Triton and ptxas assemble them
+for a real architecture. Nothing runs, and nothing is timed: of several configurations each is assembled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+TORCH = Path(torch.__file__).parent
+
+pytestmark = [
+    pytest.mark.costly,
+    pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="kernels are counted for torch 2.13"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="torch has the CUDA that the shim stands for"),
+]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The calls of a step's distinct segments, in the order in which they are compiled.
+
+    Attributes:
+        kernels: Triton's, by segment.
+        products: calls of libraries.
+        operators: torch's own, which Inductor leaves to it.
+    """
+
+    kernels: list[int]
+    products: list[int]
+    operators: set[str]
+
+
+@dataclass(frozen=True)
+class SegmentCase:
+    """A step of a model for a GPU, and the options that change none of its segments."""
+
+    model: str
+    capability: tuple[int, int]
+    expected: Expected
+    options: dict[str, Any] = field(default_factory=dict)
+    alike: tuple[dict[str, Any], ...] = ({"stage": 1}, {"stage": 3, "offload": "parameters", "tier": "host"})
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shared library of `shim.cc`."""
+    library = tmp_path_factory.mktemp("shim") / "libshim.so"
+    includes = [f"-I{TORCH}/include", f"-I{TORCH}/include/torch/csrc/api/include"]
+    command = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", *includes, str(HERE / "shim.cc"), "-o", str(library)]
+    subprocess.run([*command, f"-L{TORCH}/lib", "-lc10", "-ltorch_cpu"], check=True)
+    return library
+
+
+def made(shim: Path, caches: Path, case: SegmentCase) -> dict[str, Any]:
+    """What `segments.py` finds."""
+    environment = os.environ | {
+        "LD_PRELOAD": str(shim), "LD_LIBRARY_PATH": f"{TORCH}/lib", "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }  # fmt: skip
+    facts = {"model": case.model, "capability": case.capability, "bf16": True, "alike": case.alike, **case.options}
+    command = [sys.executable, str(HERE / "segments.py"), json.dumps(facts)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+A100, H100 = (8, 0), (9, 0)
+FLASH = {"_scaled_dot_product_flash_attention.default", "_scaled_dot_product_flash_attention_backward.default"}
+MASKED = {"_scaled_dot_product_efficient_attention.default", "_scaled_dot_product_efficient_attention_backward.default"}
+CASES = {
+    "ViT on an A100": SegmentCase(
+        "vit",
+        A100,
+        Expected(
+            [1, 3, 4, 3, 1, 3, 11, 11, 3],
+            [0, 1, 6, 1, 0, 2, 12, 12, 0],
+            FLASH | {"convolution_backward.default"},
+        ),
+    ),
+    "Llama": SegmentCase(
+        "llama",
+        H100,
+        Expected(
+            [6, 6, 5, 4, 1, 3, 6, 6, 7, 3],
+            [0, 7, 7, 1, 1, 1, 8, 7, 13, 0],
+            MASKED,
+        ),
+    ),
+    "Llama with its MLPs in tiles": SegmentCase(
+        "llama",
+        H100,
+        Expected(
+            [6, 4, 1, 1, 0, 1, 3, 4, 1, 3, 1, 1, 1, 1, 1, 0, 0, 1, 0, 1, 4, 7, 6, 3],
+            [0, 4, 1, 1, 0, 0, 4, 1, 1, 1, 1, 2, 0, 2, 1, 0, 0, 0, 1, 0, 2, 6, 8, 0],
+            MASKED,
+        ),
+        {"tile": {"*mlp*": 2}},
+        (),  # other stages have no tiles, and what leaves the device is cut otherwise
+    ),
+    "GPT-2 with dropout": SegmentCase(
+        "gpt2",
+        H100,
+        Expected(
+            [11, 5, 4, 1, 3, 1, 1, 4, 16, 16, 6],
+            [0, 4, 4, 0, 1, 1, 1, 0, 8, 8, 0],
+            MASKED,
+        ),
+    ),
+    "T5": SegmentCase(
+        "t5",
+        H100,
+        Expected(
+            [1, 7, 4, 3, 9, 5, 1, 2, 2, 1, 3, 12, 17, 8, 9, 3],
+            [0, 6, 6, 0, 10, 10, 0, 1, 1, 1, 0, 20, 20, 12, 12, 0],
+            MASKED,
+        ),
+        alike=(),  # digests tell its constants apart by identity
+    ),
+    "Mixtral": SegmentCase(
+        "mixtral",
+        H100,
+        Expected(
+            [6, 11, 9, 4, 2, 4, 30, 15, 3],
+            [0, 7, 7, 1, 0, 2, 15, 13, 0],
+            MASKED | {"topk.default", "histc.default"},
+        ),
+    ),
+}
+"""Between the first layer and the last, layers share a segment in the forward and one in the backward."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_segment_is_assembled_and_spills_nothing(name: str, shim: Path, tmp_path: Path) -> None:
+    case = CASES[name]
+    found = made(shim, tmp_path, case)
+    kernels = {kernel for segment in found["segments"] for kernel in segment["triton"]}
+    assert kernels == found["spilled"].keys() and not any(found["spilled"].values()), found["spilled"]
+    assert found["alike"]
+    assert [len(segment["triton"]) for segment in found["segments"]] == case.expected.kernels
+    assert [len(segment["products"]) for segment in found["segments"]] == case.expected.products
+    assert {name for segment in found["segments"] for name in segment["operators"]} == case.expected.operators
