@@ -56,7 +56,7 @@ class Hosts:
         return self.hosts
 
     def _connect(self, number: int, host: Host) -> None:
-        port, inside = f"{self._bridge}p{number}", ("ip", "-n", host.name)
+        port, inside = self._port(number), ("ip", "-n", host.name)
         _run("ip", "netns", "add", host.name)
         _run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host.name)
         _run("ip", "link", "set", port, "master", self._bridge, "up")
@@ -70,9 +70,14 @@ class Hosts:
         self._remove()
 
     def _remove(self) -> None:
-        for host in self.hosts:
-            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)  # if it was made
+        # Of those that were not made, nothing goes. Links go at once here, and some time after their namespace by themselves.
+        for number, host in enumerate(self.hosts):
+            subprocess.run(["ip", "link", "del", self._port(number)], capture_output=True, check=False)
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
+
+    def _port(self, number: int) -> str:
+        return f"{self._bridge}p{number}"
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -243,7 +243,8 @@ class Planner:
     def facts(self) -> str:
         """All that plans depend on besides the step: with the same facts a step gets the same plan."""
         config = {f.name: getattr(self._config, f.name) for f in fields(self._config) if f.name != "mesh"}
-        facts: list[object] = [config | {"given": sorted(self._config.given)}, self._world_size, self._moments]
+        facts: list[object] = [config | {"given": sorted(self._config.given)}]
+        facts += [self._world_size, self._replicas, self._moments]
         if self._config.searches:
             facts += [self.budget(), self._machine, [_param(name, p) for name, p in self._params.items()]]
         return repr(facts)

@@ -1,0 +1,179 @@
+"""Ranks on two hosts, which are network namespaces of this machine: each shares memory within and a link between.
+
+`benchmarks/namespaces.py` makes them. It takes root and `iproute2`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import server
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerograph
+from zerograph.core.errors import RankError
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+WIDTH, ROWS, STEPS = 256, 4, 3
+PORT = 29_517
+
+Function = Callable[..., Any]
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Two of them, of two ranks each by :func:`run_on`."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    namespaces = importlib.import_module("namespaces").Hosts(2, "1gbit")
+    try:
+        made = namespaces.__enter__()
+    except SystemExit as error:
+        pytest.skip(f"no network namespaces: {error}")
+    yield made
+    namespaces.__exit__()
+
+
+def run_on(hosts: list[Any], function: Function, *args: Any) -> list[Any]:
+    """Results of ``function(*args)`` by rank, None of one that was killed."""
+    pipes, processes = [], []
+    for rank in range(2 * len(hosts)):
+        ours, theirs = server().Pipe()
+        given = (theirs, hosts[rank // 2], hosts[0].address, rank, 2 * len(hosts), function, args)
+        process = server().Process(target=_rank, args=given, daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return [_result(pipe) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _result(pipe: Connection) -> Any:
+    assert pipe.poll(120), "no answer"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _rank(pipe: Connection, host: Any, address: str, rank: int, world: int, function: Function, args: Any) -> None:
+    host.enter()
+    os.environ |= {"GLOO_SOCKET_IFNAME": "eth0", "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}
+    torch.set_num_threads(1)
+    where, limit = f"tcp://{address}:{PORT}", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=limit)
+    pipe.send(function(*args))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + x
+        return x.square().mean()
+
+
+def batch(step: int, rows: int) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def _sent() -> int:
+    """Bytes that this rank's host has sent."""
+    (line,) = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0:" in line]
+    return int(line.split()[9])
+
+
+def _trained(replicas: int) -> tuple[list[float], float, str]:
+    """Losses, the bytes that the host sends in a step to those of the parameters, and the transport."""
+    torch.manual_seed(0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = Net()
+    mesh = init_device_mesh("cpu", (replicas, world // replicas)) if replicas > 1 else None
+    backend = zerograph.backend(stage=3, mesh=mesh, compute="eager")
+    model.compile(backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, before = list[float](), 0
+    for step in range(STEPS + 1):
+        if step == 1:  # the first one compiles
+            dist.barrier()
+            before = _sent()
+        loss = model(batch(step, world * ROWS)[rank * ROWS :][:ROWS])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    dist.barrier()
+    size = 4 * sum(p.numel() for p in model.parameters())
+    return losses, (_sent() - before) / STEPS / size, backend.report().transport
+
+
+def _expected(world: int) -> list[float]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[float]()
+    for step in range(STEPS + 1):
+        loss = model(batch(step, world * ROWS))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("replicas", "least", "most", "transport"),
+    [
+        # Of the parameters' bytes: two gathers and a reduction, each through a ring of all ranks; and a host's half of
+        # an all-reduce of each of its shards, twice.
+        (1, 2.5, 3.5, "torch.distributed (gloo)"),
+        (2, 0.95, 1.2, "shared memory; between replicas torch.distributed (gloo)"),
+    ],
+    ids=["sharded over all", "replicas"],
+)
+def test_losses_and_bytes_between_hosts(
+    hosts: list[Any], replicas: int, least: float, most: float, transport: str
+) -> None:
+    found = run_on(hosts, _trained, replicas)
+    mean = torch.tensor([losses for losses, *_ in found], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(_expected(4), dtype=torch.float64), rtol=1e-6, atol=0)
+    assert all(least < sent < most for _, sent, _ in found)
+    assert {used for *_, used in found} == {transport}
+
+
+def _killed() -> str:
+    """Rank 3 goes in its second step; the text of the error on the others."""
+    torch.manual_seed(0)
+    model = Net()
+    model.compile(backend=zerograph.backend(stage=3, mesh=init_device_mesh("cpu", (2, 2)), compute="eager"))
+    rank = dist.get_rank()
+    model(batch(0, ROWS)).backward()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankError) as caught:
+        for step in range(3):  # what was begun before may end
+            model(batch(step, ROWS)).backward()
+    return str(caught.value)
+
+
+def test_a_rank_that_is_killed_on_one_host_ends_the_program_on_all(hosts: list[Any]) -> None:
+    *others, gone = run_on(hosts, _killed)
+    assert gone is None
+    assert all(f"rank 3 ({hosts[1].name})" in text for text in others), others
