@@ -141,7 +141,9 @@ class SharedMemoryCommunicator:
 
     def _finish(self, verb: str, params: Sequence[Param], ticket: int, finish: Callable[[float], None]) -> None:
         """``finish(seconds)``, which may be called again after its TimeoutError, as long as there is hope."""
-        first = min(self.rendezvous.notice_after, self.rendezvous.timeout)
+        # A peer that fails says so in the mailbox; of ranks beside it the store tells.
+        alone = len(self.ranks) == self.rendezvous.world_size
+        first = min(self.rendezvous.notice_after if alone else LOOK, self.rendezvous.timeout)
         with self._explained(verb, params):
             if _in_time(finish, first):
                 return

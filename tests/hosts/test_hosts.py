@@ -78,6 +78,7 @@ def _rank(pipe: Connection, host: Any, address: str, rank: int, world: int, func
     where, limit = f"tcp://{address}:{PORT}", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=limit)
     pipe.send(function(*args))
+    pipe.recv()  # rank 0 serves the store: it stays until all have answered
 
 
 class Net(nn.Module):
