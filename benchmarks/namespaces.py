@@ -70,7 +70,7 @@ class Hosts:
         self._remove()
 
     def _remove(self) -> None:
-        # Whatever of it was made. By themselves links go some time after their namespace.
+        # All that was made of it. By themselves links go some time after their namespace.
         for number, host in enumerate(self.hosts):
             subprocess.run(["ip", "link", "del", self._port(number)], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)

@@ -176,7 +176,7 @@ def on_mesh(work: Workload, options: Options) -> Options:
     """`options` with the mesh of two axes that `replicas` asks for."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    replicas = options.pop("replicas", 1)
+    replicas, options = options.get("replicas", 1), {k: v for k, v in options.items() if k != "replicas"}
     if replicas == 1:
         return options
     sizes = (replicas, dist.get_world_size() // replicas)

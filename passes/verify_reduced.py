@@ -21,6 +21,6 @@ def verify_reduced(backward: fx.GraphModule, plan: Plan) -> int:
     starts = backward.graph.find_nodes(op="call_function", target=REDUCE)
     reduced = {p.name for node in starts for p in node.meta["zg"].params}
     for param in (p for bucket in plan.buckets for p in bucket.params):
-        if plan.world_size > 1 and param.trainable and param.name not in reduced:
+        if plan.ranks > 1 and param.trainable and param.name not in reduced:
             raise broken(next(iter(reversed(backward.graph.nodes))), f"the gradient of {param.name} is not reduced")
     return len(reduced)

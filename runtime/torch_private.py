@@ -190,6 +190,11 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` is one of torch's, and was not destroyed. Seen in 2.13."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
 def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Another group of the ranks of ``group``, as :func:`group_among` makes it."""
     return group_among(dist.get_process_group_ranks(group), group, device, "zerograph-reduce")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerograph.runtime.torch_private import group_among, resolve_group
+from zerograph.runtime.torch_private import group_among, is_registered, resolve_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,12 @@ class Axes:
         """The only axis of a mesh of ``group``."""
         return cls(group.group_name, group, group)
 
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """Each once, in an order that ranks share."""
+        found = [self.everyone, self.shards, *([self.replicas] if self.replicas is not None else [])]
+        return list(dict.fromkeys(found))
+
     def places(self, group: ProcessGroup) -> list[int]:
         """The ranks of one of these groups, as ``everyone`` numbers them."""
         numbers = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(self.everyone))}
@@ -49,9 +55,12 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return Axes.one(shards)
     replicas = mesh.get_group(0)
-    for axes in _KNOWN.values():
-        if axes.shards is shards and axes.replicas is replicas:
-            return axes
+    wanted = [dist.get_process_group_ranks(group) for group in (shards, replicas)]
+    for axes in list(_KNOWN.values()):
+        if not all(map(is_registered, axes.groups)):
+            del _KNOWN[axes.name]  # names of groups that were destroyed are used again
+        elif [dist.get_process_group_ranks(group) for group in axes.groups[1:]] == wanted:
+            return axes  # each mesh has groups of its own, of the same ranks
     everyone = _everyone(mesh, shards)
     axes = Axes(f"{everyone.group_name}, {replicas.size()} x {shards.size()}", everyone, shards, replicas)
     _KNOWN[axes.name] = axes

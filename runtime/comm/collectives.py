@@ -212,8 +212,10 @@ class GroupCommunicator:
         device: torch.device,
         rendezvous: Rendezvous | None = None,
         ranks: Sequence[int] | None = None,
+        gathers: bool = True,
     ) -> None:
-        """``ranks`` are those of ``group`` as ``rendezvous`` numbers them; the same numbers, unless given."""
+        """``ranks`` are those of ``group`` as ``rendezvous`` numbers them, the same numbers unless given. Without
+        ``gathers`` there is nothing that reductions overlap."""
         self.group, self.device, self.rendezvous = group, device, rendezvous
         self.ranks = range(group.size()) if ranks is None else ranks
         self._lost = ""  # why this rank can never meet the others again
@@ -221,7 +223,7 @@ class GroupCommunicator:
         self._flying: set[_Flight] = set()
         self._connected = 0  # the generation of the connections
         self.reduce_group = group
-        if backend_name(group, device) == "nccl" and group.size() > 1:
+        if gathers and backend_name(group, device) == "nccl" and group.size() > 1:
             self.reduce_group = second_group(group, device)
         self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
@@ -234,7 +236,7 @@ class GroupCommunicator:
         """Connections between the ranks for this generation."""
         assert self.rendezvous is not None
         self._connected = self.rendezvous.generation  # even if it fails: nobody connects twice in a generation
-        # Of the rows and columns of a grid no two begin and end alike.
+        # No two rows and columns of a grid begin and end alike.
         place = f"gloo/{self.rendezvous.generation}/{self.ranks[0]}-{self.ranks[-1]}"
         store = dist.PrefixStore(place, self.rendezvous.store.raw)
         timeout = timedelta(seconds=self.rendezvous.timeout)
@@ -417,7 +419,7 @@ class GroupCommunicator:
     def _all_reduce(
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], _Flight, Tensor]:
-        flat = torch.cat([g.reshape(-1).to(dtype) for g in grads])
+        flat = torch.cat([g.reshape(-1).to(self.device, dtype) for g in grads])
         flight = self._fly(dist.all_reduce(flat, group=self.reduce_group, async_op=True))
         return list(flat.split([p.elements for p in params])), flight, flat
 
@@ -470,11 +472,13 @@ def connect(
     device: torch.device,
     rendezvous: Rendezvous | None = None,
     ranks: Sequence[int] | None = None,
+    gathers: bool = True,
 ) -> Communicator:
     """The fastest transport between the ranks of ``group``, who all call this; of a group of one, its collectives.
 
     CPU ranks of one host share memory, unless :func:`keeps_to_group` says otherwise. Simulated ranks have no
-    ``rendezvous``, which numbers those of ``group`` as ``ranks`` says; as the group does, unless given.
+    ``rendezvous``, which numbers those of ``group`` as ``ranks`` says; as the group does, unless given. ``gathers``:
+    whether anything is gathered over them.
 
     Raises:
         ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
@@ -488,4 +492,4 @@ def connect(
         mailbox = open_shared_memory(group, rendezvous, ranks)
         if mailbox is not None:
             return mailbox
-    return GroupCommunicator(group, device, rendezvous, ranks)
+    return GroupCommunicator(group, device, rendezvous, ranks, gathers)

@@ -12,7 +12,7 @@ from torch import Tensor
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.axes import Axes
-from zerograph.runtime.comm.collectives import Communicator, connect
+from zerograph.runtime.comm.collectives import Communicator, LoneCommunicator, connect
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.rendezvous import Rendezvous
 
@@ -44,12 +44,12 @@ class HybridCommunicator:
     @property
     def rendezvous(self) -> Rendezvous | None:
         """That of all ranks."""
-        return self.shards.rendezvous
+        return self.replicas.rendezvous
 
     @property
     def generation(self) -> int:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        return self.shards.generation
+        return self.replicas.generation
 
     def trim(self) -> None:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
@@ -94,7 +94,7 @@ class HybridCommunicator:
         pending, self._last = self._last, None
         if pending is None:
             return
-        pending.results = self.shards.finish_reduce(pending.shards)
+        pending.results, pending.shards = self.shards.finish_reduce(pending.shards), None
         # Each rank's part is another parameter's to the ranks of this axis: one that they all hold.
         parts = [replace(p, shape=p.shard_shape(self.rank, self.world_size), sharded=False) for p in pending.params]
         filled = [(part, grad) for part, grad in zip(parts, pending.results, strict=True) if grad.numel()]
@@ -122,7 +122,10 @@ def connect_axes(axes: Axes, device: torch.device, rendezvous: Rendezvous | None
     Raises:
         ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
     """
-    shards = connect(axes.shards, device, rendezvous, axes.places(axes.shards))
+    places = axes.places(axes.shards)
     if axes.replicas is None:
-        return shards
-    return HybridCommunicator(shards, connect(axes.replicas, device, rendezvous, axes.places(axes.replicas)))
+        return connect(axes.shards, device, rendezvous, places)
+    # A lone rank's shards are whole: a gather of them would be a copy.
+    shards = connect(axes.shards, device, rendezvous, places) if len(places) > 1 else LoneCommunicator()
+    replicas = connect(axes.replicas, device, rendezvous, axes.places(axes.replicas), gathers=False)
+    return HybridCommunicator(shards, replicas)

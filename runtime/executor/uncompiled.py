@@ -89,7 +89,8 @@ class UncompiledReads:
 
     @contextlib.contextmanager
     def _alone(self, program: str, param: Param) -> Iterator[None]:
-        """Around one collective. It ends on all ranks or on none without more messages: all have begun it."""
+        """Around one collective. It ends without more messages on all ranks that take part in it, or on none: they have
+        begun it. Their replicas hear of an error at their next program."""
         sequence = sequence_of([program.partition(" ")[0], param.name, str(param.shape)])
         entry = Entry(program, sequence, self._steps.own, _ORDER if self.routes else f"{_ORDER}; {ROUTES}")
         try:

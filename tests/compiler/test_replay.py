@@ -163,7 +163,7 @@ def _one_process(path: Path) -> None:
 def test_a_plan_of_one_process(tmp_path: Path) -> None:
     _one_process(planned(tmp_path / "plan.json", world=1, recompute="full"))
     torch._dynamo.reset()
-    with pytest.raises(ConfigError, match=r"is for 2 ranks, and this is a run of 1 rank\b") as caught:
+    with pytest.raises(ConfigError, match=r"is for 2 ranks, and this run has 1 rank\b") as caught:
         _one_process(planned(tmp_path / "other.json", world=2))
     assert caught.value.hint == "make one for this run: zerograph plan MODEL --world 1 -o plan.json"
 
@@ -240,7 +240,7 @@ def test_ranks_with_different_plans_all_get_an_error(tmp_path: Path) -> None:
 def test_wrong_ranks_in_a_file_are_refused_before_anything_is_sharded(tmp_path: Path) -> None:
     path = planned(tmp_path / "plan.json", world=4)
     for message in run(2, _error_of, path, Deep, {}):
-        assert "is for 4 ranks, and this is a run of 2 ranks" in message
+        assert "is for 4 ranks, and this run has 2 ranks" in message
 
 
 def _written(path: Path, text: str) -> Path:

@@ -1,7 +1,7 @@
-"""What a GPU would run of a model's training step: `python segments.py FACTS`, in a process that has the shim loaded.
+"""The kernels that a GPU would run in a training step: `python segments.py FACTS`, in a process with the shim loaded.
 
-FACTS is JSON: the model by name, the device's capability, and the arguments of `compile_only`. The last line that is
-written is JSON too: a :class:`test_segments.Made`.
+FACTS is JSON: the model by name, the device's capability, other options that change no segment, and the arguments of
+`compile_only`. The last line that is written is JSON: what `main` returns.
 """
 
 from __future__ import annotations
@@ -80,13 +80,12 @@ def batch(name: str) -> dict[str, Tensor]:
 
 
 def main(facts: dict[str, Any]) -> dict[str, Any]:
-    name, bf16, alike = facts.pop("model"), facts.pop("bf16"), facts.pop("alike")
+    name, alike = facts.pop("model"), facts.pop("alike")
     pretend.pretend(tuple(facts.pop("capability")))
     from zerograph.dryrun.compile_only import compile_only
 
     def compiled(**more: Any) -> list[list[str]]:
-        dtype = torch.bfloat16 if bf16 else None
-        given = {"world_size": 4, "device": "cuda:0", "dtype": dtype, "bucket_size": "1MB", **facts, **more}
+        given = {"world_size": 4, "device": "cuda:0", "dtype": torch.bfloat16, "bucket_size": "1MB", **facts, **more}
         found = compile_only(lambda: (MODELS[name](), batch(name)), **given)
         return [[s.digest for s in found.frame.programs[kind].segments] for kind in ("forward", "backward")]
 
@@ -98,7 +97,7 @@ def main(facts: dict[str, Any]) -> dict[str, Any]:
         others = [compiled(**other) for other in alike]
     spilled: dict[str, int] = {}
     for kernel, stores, loads in ASSEMBLED.findall(log.getvalue()):
-        # Of several configurations the autotuner takes one that spills nothing, where there is one.
+        # The autotuner takes a configuration that spills nothing, where there is one.
         spilled[kernel] = min(spilled.get(kernel, sys.maxsize), int(stores) + int(loads))
     return {
         "segments": [_calls(source) for source in sources],

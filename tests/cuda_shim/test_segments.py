@@ -64,13 +64,13 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(shim: Path, caches: Path, case: SegmentCase) -> dict[str, Any]:
-    """What `segments.py` finds."""
+    """The findings of `segments.py`."""
     environment = os.environ | {
         "LD_PRELOAD": str(shim), "LD_LIBRARY_PATH": f"{TORCH}/lib", "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }  # fmt: skip
-    facts = {"model": case.model, "capability": case.capability, "bf16": True, "alike": case.alike, **case.options}
+    facts = {"model": case.model, "capability": case.capability, "alike": case.alike, **case.options}
     command = [sys.executable, str(HERE / "segments.py"), json.dumps(facts)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -268,6 +268,31 @@ def test_offload_and_overlap(tmp_path: Path) -> None:
     run(WORLD, _offloads, str(tmp_path))
 
 
+def _plans() -> None:
+    """Searched, in tiles and recomputed: as the truth is, with as many replicas as the mesh has."""
+    truth = Training(adamw, None)
+    for seed in range(3):
+        truth.step(seed)
+    options: list[dict[str, Any]] = [
+        {"recompute": "full"},
+        {"tile": {"up.weight": 2}},
+        {"stage": "auto", "memory": "64MiB"},
+    ]
+    for one in options:
+        training = Training(adamw, **one)
+        for seed in range(3):
+            training.step(seed)
+        close(training.result(), truth.result())
+        assert training.backend is not None
+        plan = training.backend.plan
+        assert (plan.world_size, plan.replicas) == (2, 2)
+        assert plan.reductions == 2 or "memory" in one, "one goes on to the replicas while the next is under way"
+
+
+def test_plans_of_a_mesh_with_replicas() -> None:
+    run(WORLD, _plans)
+
+
 def _sixteen_bits() -> dict[int, Result]:
     results, truth = {}, Training(adamw, None)
     for seed in range(3):

@@ -20,7 +20,7 @@ SHAPES = [(4, 3), (5, 2), (1, 3), (3,), (0, 2)]
 
 
 def _there_and_back(sizes: tuple[int, ...]) -> None:
-    """Of rows that divide, that do not, that are fewer than ranks, and of none; ``sizes`` are those of the mesh."""
+    """With rows that divide, that do not, that are fewer than ranks, and none; ``sizes`` are those of the mesh."""
     group, mesh = dist.group.WORLD, init_device_mesh("cpu", sizes)
     split, everywhere = placements_of(True, mesh), placements_of(False, mesh)
     for shape in SHAPES:

@@ -91,7 +91,7 @@ class Planner:
         """
         # Before the first frame: a plan for other ranks would be found wrong only after minutes of tracing.
         if config.plan is not None:
-            refuse_world_size(config.plan, world_size)
+            refuse_world_size(config.plan, world_size, replicas)
         self._config, self._world_size, self._replicas, self._params = config, world_size, replicas, params
         self._agreement, self._moments = agreement, moments
         self.searched = 0
@@ -230,7 +230,7 @@ class Planner:
 
     def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
         if self._config.plan is not None:
-            return replace(replay(self._config.plan, step), replicas=self._replicas)  # which change no program
+            return replace(replay(self._config.plan, step), replicas=self._replicas)  # which change no segment
         if not self._config.searches or not step.training:
             return self._by_rule(step)
         # Without the batch's shapes: a rank that compiles another shape alone must keep the collectives agreed on.

@@ -183,7 +183,10 @@ class Gather(_Collective):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(_Collective):
-    """Start the reduction of full gradients over ranks; ``bytes`` are those that are summed."""
+    """Start the reduction of full gradients over ranks; ``bytes`` are those that are summed, and ``averaged`` those of
+    a rank's sums, of which replicas take the average."""
+
+    averaged: int = 0
 
     stream = "reduce"
     operation = "reduce"

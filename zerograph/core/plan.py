@@ -364,10 +364,8 @@ class Plan:
 
     def mistakes(self) -> Iterator[str]:
         """The mistakes in a plan: placements that the stage does not shard, tiles of no rows, missing tiers."""
-        if self.world_size < 1:
-            yield f"world size {self.world_size}"
-        if self.replicas < 1:
-            yield f"{self.replicas} replicas"
+        if self.world_size < 1 or self.replicas < 1:
+            yield f"world size {self.world_size}, {self.replicas} replicas"
             return
         if self.stage not in (0, 1, 2, 3):
             yield f"stage {self.stage}"

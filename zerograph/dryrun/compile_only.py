@@ -62,6 +62,7 @@ def compile_only(
     make: Callable[[], Any],
     *,
     world_size: int,
+    replicas: int = 1,
     batch: int = 1,
     seq: int = 1024,
     sizes: Mapping[Dimension, int] | None = None,
@@ -76,6 +77,7 @@ def compile_only(
     Args:
         make: returns a model, or a model and its inputs: a tuple, or a dict of keyword arguments. Called under
             ``torch.device("meta")``, so that nothing of any size is allocated.
+        replicas: such groups of ranks, with equal shards.
         batch, seq: shape of the token ids that a model without inputs gets.
         sizes: other sizes of the inputs, those that the model brings too.
         repeat_layers: make the joint graph from that of a few of many layers, where Dynamo's graph shows that they are
@@ -94,7 +96,8 @@ def compile_only(
     # Kernels are never needed: the programs are all that is asked for.
     config = Config.of(**{"compute": "eager", **options})
     there = torch.device(device)
-    with without_gc(), _Call.of(make, config, world_size, batch, seq, sizes, moments, repeat_layers, there) as call:
+    ranks = world_size, replicas
+    with without_gc(), _Call.of(make, config, ranks, batch, seq, sizes, moments, repeat_layers, there) as call:
         frame, joint = call.trace()
         (compile_joint if programs else plan_joint)(frame, joint)
         states = call.planner.states(frame.step, call.params)
@@ -140,7 +143,7 @@ class _Call:
         cls,
         make: Callable[[], Any],
         config: Config,
-        world_size: int,
+        ranks: tuple[int, int],
         batch: int,
         seq: int,
         sizes: Mapping[Dimension, int] | None,
@@ -148,7 +151,9 @@ class _Call:
         repeat_layers: bool,
         device: torch.device,
     ) -> Iterator[_Call]:
-        """The call of what ``make`` returns, for rank 0 of ``world_size``, who exist inside of this context."""
+        """The call of what ``make`` returns, for rank 0 of ``ranks``, which exist inside of this context: so many that
+        split a parameter, and so many replicas."""
+        world_size, replicas = ranks
         if dist.is_initialized():
             raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
         with simulated_rank(0, world_size):
@@ -164,7 +169,7 @@ class _Call:
 
             adoption = Adoption(config, lambda device: Ranks.connect(config, device), everything=everything)
             adoption.shard([model], device)
-            planner = Planner(config, world_size, adoption.params, device, moments=moments)
+            planner = Planner(config, world_size, adoption.params, device, moments=moments, replicas=replicas)
             compilation = Compilation(
                 world_size=world_size,
                 segments=SegmentCache(config.compute),

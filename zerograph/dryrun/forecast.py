@@ -75,7 +75,7 @@ def plan_file(
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
     compute = torch_compute_dtype(dtype, world, offload)
-    refuse_offload(offload, tier, machine, world, options.get("stage", 3), overlap)
+    refuse_offload(offload, tier, machine, world * replicas, options.get("stage", 3), overlap)
     if offload != "none" and memory is not None:
         raise ConfigError("memory cannot be given with offload", "give a machine with that memory")
     saved = options.get("activations", "auto")
@@ -83,7 +83,7 @@ def plan_file(
         options |= {FOLDERS[saved]: "."}  # to which nothing is written
     if offload != "none" or saved not in ("auto", "keep", *Executable.on(machine).tiers):
         if saved in TIERS:
-            open_tiers(machine, world, "optimizer", saved)  # which refuses what is not there
+            open_tiers(machine, world * replicas, "optimizer", saved)  # which refuses what is not there
         config = Config.of(**options)
         constraints = Constraints.of(config, world, replicas=replicas, offload=offload, tier=tier, overlap=overlap)
         compiled = compile_only(
@@ -99,11 +99,10 @@ def plan_file(
 
     def planned_file(**more: Any) -> tuple[PlanFile, int]:
         found = compile_only(
-            make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, dtype=compute,
-            moments=moments, **options | more,
+            make, world_size=world, replicas=replicas, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers,
+            dtype=compute, moments=moments, **options | more,
         )  # fmt: skip
-        file = forecast_file(name, found, machine, replicas=replicas, moments=moments, reserve=reserve)
-        return file, found.searched
+        return forecast_file(name, found, machine, moments=moments, reserve=reserve), found.searched
 
     return within(planned_file) if sizes is None and "memory" in options else planned_file()[0]
 
@@ -186,17 +185,17 @@ def refuse_offload(
 
 
 def forecast_file(
-    name: str, compiled: Compiled, machine: Machine, *, replicas: int = 1, moments: int = 2, reserve: float = 0.0
+    name: str, compiled: Compiled, machine: Machine, *, moments: int = 2, reserve: float = 0.0
 ) -> PlanFile:
     """The plan file of a model that was compiled already: what :func:`plan_file` does after tracing."""
     frame = compiled.frame
     # The optimizer decides where its updates run, and the forecast of programs has them behind the backward.
-    plan = replace(frame.plan, overlap="none", replicas=replicas)
+    plan = replace(frame.plan, overlap="none")
     found = forecast_programs([frame.programs["forward"], frame.programs["backward"]], plan, machine, moments=moments)
     flops = sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
     rates = Rates.of(machine, plan)
     config = compiled.config
-    constraints = Constraints.of(config, plan.world_size, replicas=replicas)
+    constraints = Constraints.of(config, plan.world_size, replicas=plan.replicas)
     why = reasons(plan, frame.step, constraints, rates, found.forecast, moments=moments, searched=config.searches)
     return PlanFile(
         model=name,

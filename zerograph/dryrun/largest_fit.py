@@ -196,7 +196,7 @@ def largest_file(
         InfeasibleError: not even a size of 1 fits.
         UnsupportedError: the model cannot be traced whole, does not train, or works at one size only.
     """
-    refuse_offload(offload, tier, machine, world, options.get("stage", 3), overlap)
+    refuse_offload(offload, tier, machine, world * replicas, options.get("stage", 3), overlap)
     model: dict[str, Any] = {"batch": batch, "seq": seq, "moments": moments, "repeat_layers": repeat_layers}
     asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap}
     plans = probe(make, what, machine, world=world, replicas=replicas, dtype=dtype, **asked, **model, **options)
@@ -213,8 +213,8 @@ def largest_file(
 
     def compiled(size: int, memory: int) -> Compiled:
         return compile_only(
-            make, world_size=world, sizes={what: size}, dtype=torch_compute_dtype(dtype, world, offload),
-            memory=memory, machine=machine, **model, **options,
+            make, world_size=world, replicas=replicas, sizes={what: size},
+            dtype=torch_compute_dtype(dtype, world, offload), memory=memory, machine=machine, **model, **options,
         )  # fmt: skip
 
     return _compiled(plans, compiled, name, machine, reserve)
@@ -241,9 +241,7 @@ def _compiled(
             continue  # the step there is another one than was interpolated
         attempts += 1
         plans.steps.learn(found.value, programs)
-        file = forecast_file(
-            name, programs, machine, replicas=plans.constraints.replicas, moments=plans.moments, reserve=reserve
-        )
+        file = forecast_file(name, programs, machine, moments=plans.moments, reserve=reserve)
         need = file.forecast.peaks["device"].bytes
         if need <= have:
             confirmed = plans.largest(budget)

@@ -69,7 +69,8 @@ class Ranks:
             return cls(device, communicator=LoneCommunicator(), host=host)
         axes = axes_of(mesh)
         if host is not None:
-            reach_host(axes.everyone)
+            for group in axes.groups:
+                reach_host(group)
         find_inf_on_all_ranks()
         explain_shards()
         watch_checkpoints()

@@ -91,7 +91,7 @@ def _each(programs: Sequence[Program]) -> Iterator[tuple[Program, int, Instructi
 
 def _reductions(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     # On one rank gradients are unsharded: there is nothing to reduce.
-    if plan.world_size == 1:
+    if plan.ranks == 1:
         return
     wanted = Counter(part for b in plan.buckets if any(p.trainable for p in b.params) for part in _parts(b))
     done = Counter((each.bucket, each.tile) for *_, each in _each(programs) if isinstance(each, Reduce))

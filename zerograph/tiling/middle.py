@@ -27,6 +27,8 @@ from zerograph.tiling.cuts import PRODUCTS, SIZED, SUMS, VIEWS, Cut, Mixes, cut_
 from zerograph.tiling.products import is_cast, is_transpose, readers_of, tilable
 from zerograph.tiling.region import Counts, Growth, Region
 
+aten = torch.ops.aten
+
 
 @dataclass(slots=True, kw_only=True)
 class Middle(Region):
@@ -227,8 +229,8 @@ class _MiddleGrowth(Growth):
 
 
 def _is_fill(node: fx.Node) -> bool:
-    """Whether ``node`` is the same numbers in every step: one may be shared by all layers, and leads to none."""
-    return node.op == "call_function" and not node.all_input_nodes
+    """Whether ``node`` is one number everywhere: one may be shared by all layers, and leads to none."""
+    return node.target is aten.full.default
 
 
 def _is(size: Any, number: int) -> bool:

@@ -44,10 +44,12 @@ def test_an_all_reduce_takes_as_long_as_both() -> None:
 def test_shards_are_summed_over_their_replicas_too() -> None:
     far = Link(rate=FREE.intra.rate / 4)
     rates = replace(RATES, machine=replace(FREE, inter=far, ranks_per_node=WORLD), replicas=4)
-    reduce = Reduce(0, (WEIGHT,), (), 0, bytes=reduced_bytes((WEIGHT,)))
-    # An all-reduce of a rank's part among 4: twice 3/4 of it, over the slower link.
-    part = WEIGHT.gathered_bytes / WORLD
-    assert rates.seconds(reduce, ()) == pytest.approx(PASS + 2 * part * 3 / 4 / far.rate)
+    part = WEIGHT.gathered_bytes // WORLD
+    reduce = Reduce(0, (WEIGHT,), (), 0, bytes=reduced_bytes((WEIGHT,)), averaged=part)
+    # All-reduces of the parts of a host's 8 ranks among 4 hosts: twice 3/4 of the whole, over the slower link.
+    assert rates.seconds(reduce, ()) == pytest.approx(PASS + 2 * 8 * part * 3 / 4 / far.rate)
+    near = replace(rates, machine=replace(FREE, ranks_per_node=4 * WORLD))
+    assert near.seconds(reduce, ()) == pytest.approx(PASS + 2 * part * 3 / 4 / FREE.intra.rate), "a link for each rank"
     gather = Gather(0, (WEIGHT,), (), 0, bytes=gathered_bytes((WEIGHT,), WORLD))
     assert rates.seconds(gather, ()) == pytest.approx(PASS), "within a replica"
 

@@ -46,7 +46,9 @@ def _two_axes() -> list[list[list[int] | None]]:
         mesh = init_device_mesh("cpu", shape)
         axes = axes_of(mesh)
         assert axes.everyone is dist.group.WORLD, "which is there already"
-        assert axes.shards is mesh.get_group(1) and axes.replicas is mesh.get_group(0)
+        assert axes.replicas is not None  # which an equal mesh may have brought
+        for group, axis in ((axes.shards, 1), (axes.replicas, 0)):
+            assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(mesh.get_group(axis))
         assert axes_of(mesh) is axes is _named(axes)
         assert axes.places(axes.shards) == dist.get_process_group_ranks(axes.shards)
         found.append(_ranks(axes))
@@ -82,9 +84,11 @@ def test_a_mesh_of_a_part_of_the_ranks_numbers_them_from_0() -> None:
 
 
 def _names() -> None:
-    """Meshes of the same ranks have names of their own, and a group's is that of its only axis."""
+    """Other meshes of the same ranks have other names, an equal one is the same, and a group is a mesh of one axis."""
     meshes = [axes_of(init_device_mesh("cpu", shape)) for shape in ((2, 2), (4, 1), (4,))]
     assert len({axes.name for axes in meshes}) == 3 and [_named(axes) for axes in meshes] == meshes
+    equal = init_device_mesh("cpu", (2, 2))
+    assert equal.get_group(1) is not meshes[0].shards and axes_of(equal) is meshes[0]
     other = dist.new_group(list(range(dist.get_world_size())))
     assert axes_named(other.group_name) == Axes.one(other)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -160,7 +161,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_the_next_program_runs(failing: i
 
 
 def _differ(transport: str, other: tuple[int, ...]) -> tuple[str, str]:
-    """What ranks say of which ``other`` ones begin another program, or have taken another number of steps."""
+    """The errors on ranks of which ``other`` ones begin another program, or have taken another number of steps."""
     comm, rank, texts = opened(transport), dist.get_rank(), []
     entries = (
         Entry(f"program {rank in other}", int(rank in other), 0), Entry("program", 2, int(rank in other)),
@@ -223,3 +224,33 @@ def _no_replicas() -> str:
 
 def test_one_replica_needs_one_transport() -> None:
     assert run(4, _no_replicas) == ["shared memory"] * 4
+
+
+class _Noting:
+    """A transport of one rank that notes what it is asked for."""
+
+    rank, world_size, name, rendezvous, generation, steps = 0, 1, "noting", None, 0, 0
+
+    def __init__(self, axis: str, notes: list[str]) -> None:
+        self.axis, self.notes = axis, notes
+
+    def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> tuple[str, Sequence[Tensor]]:
+        self.notes.append(f"{self.axis} start {params[0].name}")
+        return params[0].name, grads
+
+    def finish_reduce(self, pending: tuple[str, Sequence[Tensor]]) -> list[Tensor]:
+        self.notes.append(f"{self.axis} finish {pending[0]}")
+        return list(pending[1])
+
+
+def test_an_average_is_under_way_while_the_next_reduction_begins() -> None:
+    notes = list[str]()
+    comm = HybridCommunicator(_Noting("shards", notes), _Noting("replicas", notes))  # type: ignore[arg-type]
+    params = [Param(name, (2, 2), *["float32"] * 3, True, True) for name in ("first", "second")]
+    first, second = (comm.start_reduce([param], [torch.ones(2, 2)]) for param in params)
+    begun = ["shards start first", "shards finish first", "replicas start first", "shards start second"]
+    assert notes == begun
+    for pending in (first, second):
+        comm.finish_reduce(pending)
+    ended = ["replicas finish first", "shards finish second", "replicas start second", "replicas finish second"]
+    assert notes[4:] == ended

@@ -208,7 +208,10 @@ class _Lowering:
                 instruction = Free(info.bucket, self._regs(node.args[0]), resident=resident, **_tile(info), ends=ends)
             case ops.REDUCE:
                 size, grads = reduced_bytes(info.params), self._regs(node.args[0])
-                instruction = Reduce(info.bucket, info.params, grads, self._register(node), bytes=size, **_tile(info))
+                own = sum(shard_bytes(p, self.plan.world_size) for p in info.params)
+                instruction = Reduce(
+                    info.bucket, info.params, grads, self._register(node), bytes=size, **_tile(info), averaged=own
+                )
             case ops.WAIT_REDUCE:
                 instruction = WaitReduce(self.registers[node.args[0]], outs, bucket=info.bucket, **_tile(info))  # type: ignore[index]
             case ops.FETCH:

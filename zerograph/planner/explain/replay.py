@@ -73,17 +73,17 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     return plan if (save, offload) == (plan.save, plan.offload) else replace(plan, save=save, offload=offload)
 
 
-def refuse_world_size(given: GivenPlan, world_size: int) -> None:
+def refuse_world_size(given: GivenPlan, world_size: int, replicas: int = 1) -> None:
     """Shards of another number of ranks have other sizes.
 
     Raises:
         ConfigError: the plan is for another number.
     """
-    planned = given.plan.world_size
+    planned, of_replicas = given.plan.world_size, f" --replicas {replicas}" if replicas > 1 else ""
     if planned != world_size:
         raise ConfigError(
-            f"the plan {given} is for {format_ranks(planned)}, and this is a run of {format_ranks(world_size)}",
-            f"make one for this run: zerograph plan MODEL --world {world_size} -o plan.json",
+            f"the plan {given} is for {format_ranks(planned)}, and this run has {format_ranks(world_size, replicas)}",
+            f"make one for this run: zerograph plan MODEL --world {world_size}{of_replicas} -o plan.json",
         )
 
 

@@ -74,7 +74,7 @@ class Rates:
             case Gather():
                 return self.collective(instruction.bytes)
             case Reduce():
-                return self.reduction(instruction.bytes)
+                return self.reduction(instruction.bytes, instruction.averaged)
             case Update(sizes=sizes):
                 return sum(map(self.machine.update.seconds, sizes))
             case HostUpdate():
@@ -105,13 +105,15 @@ class Rates:
         # A rank's own part does not travel.
         return self.machine.collective(world).seconds(size * (world - 1) / world)
 
-    def reduction(self, size: float) -> float:
-        """A reduction of ``size`` bytes into shards, and of these over the replicas, where there are several."""
-        seconds, world, replicas = self.collective(size), self.world_size, self.replicas
+    def reduction(self, size: float, averaged: float) -> float:
+        """A reduction of ``size`` bytes, and the average of a rank's ``averaged`` ones over the replicas."""
+        seconds, machine, replicas = self.collective(size), self.machine, self.replicas
         if replicas > 1:
-            # To all of them: as a reduction into parts, and a gather of these.
-            between = self.machine.collective(world * replicas)
-            seconds += 2 * between.seconds(size / world * (replicas - 1) / replicas)
+            between = machine.collective(self.world_size * replicas)
+            # All ranks of a host average at once, and the rate between hosts is a host's.
+            sharers = min(self.world_size, machine.ranks_per_node) if between is machine.inter else 1
+            # As a reduction into parts, and a gather of these.
+            seconds += 2 * between.seconds(averaged * sharers * (replicas - 1) / replicas)
         return seconds
 
     @property

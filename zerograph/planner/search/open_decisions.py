@@ -32,7 +32,7 @@ def staying(space: SearchSpace, constraints: Constraints) -> list[Decision]:
     found.append(decisions.prefetch(prefetches))
     if rates.overlaps and prefetches[-1]:
         found.append(decisions.starts(space, prefetches[-1]))
-    if profile.training and rates.overlaps and constraints.world_size > 1:
+    if profile.training and rates.overlaps and constraints.ranks > 1:
         found.append(decisions.of_step("reductions", UNDER_WAY))
     if profile.training and constraints.saved not in (None, "device"):
         found.append(decisions.of_step("fetch_ahead", FETCHES))
