@@ -252,6 +252,12 @@ def _placements() -> None:
         native.SGD([param], lr=1.0).step()
     native.SGD([param], lr=1.0, skip_nonfinite=False).step()
     assert not param.to_local().any()
+    both = [nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [split]))]
+    both.append(nn.Parameter(DTensor.from_local(torch.ones(2, 2), two, [dist.tensor.Replicate(), split])))
+    for each in both:
+        each.grad = torch.ones_like(each)
+    with pytest.raises(UnsupportedError, match="split over 2 process groups"):
+        zerograph.clip_grad_norm_(both, 1.0)
 
 
 def test_placements() -> None:

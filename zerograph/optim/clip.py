@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def clip_grad_norm_(
     split = [g for g in grads if is_split(g)]
     replicated = [local_tensor(g) for g in grads if not is_split(g)]
     mine = [local_tensor(g) for g in split]
-    group = group_of_ranks(split[0]) if split else None
+    group = one_group(split)
     norm = _norm_over_ranks(mine, replicated, order, group).to(_precision(mine + replicated))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -91,6 +91,21 @@ def _tensors(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(parameters, Generator) and not params:
         log.warning("zerograph.clip_grad_norm_ got an empty generator, used up perhaps: no gradient is clipped")
     return params  # type: ignore[return-value]
+
+
+def one_group(split: Sequence[Tensor]) -> dist.ProcessGroup | None:
+    """The ranks over which all of ``split`` are split; None where nothing is.
+
+    Raises:
+        UnsupportedError: some are split over other ranks than others, so that one reduction would not do.
+    """
+    groups = {group_of_ranks(tensor) for tensor in split}
+    if len(groups) > 1:
+        raise UnsupportedError(
+            f"tensors are split over {len(groups)} process groups, and their norm is one reduction over one",
+            "take the parameters of one mesh at a time",
+        )
+    return next(iter(groups), None)
 
 
 def is_split(grad: Tensor) -> bool:

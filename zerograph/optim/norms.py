@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerograph.core.errors import ShardingError
-from zerograph.optim.clip import is_split, order_of_norm, power_sums
+from zerograph.optim.clip import is_split, one_group, order_of_norm, power_sums
 from zerograph.runtime import delayed
-from zerograph.runtime.dtensors import group_of_ranks
 from zerograph.runtime.executor import late_gradients
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import model_given
@@ -98,7 +97,7 @@ def _powers(params: Sequence[Tensor], p: float) -> Tensor:
 def _over_ranks(split: Sequence[Tensor], p: float) -> Tensor:
     powers = _powers(split, p)
     if split:
-        group = group_of_ranks(split[0])
+        group = one_group(split)
         powers = powers.to(local_tensor(split[0]).device)  # where its group communicates
         dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
     return powers.cpu()
