@@ -55,11 +55,11 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return Axes.one(shards)
     replicas = mesh.get_group(0)
-    wanted = [dist.get_process_group_ranks(group) for group in (shards, replicas)]
+    wanted = _ranks_of(shards), _ranks_of(replicas)
     for axes in list(_KNOWN.values()):
         if not all(map(is_registered, axes.groups)):
             del _KNOWN[axes.name]  # names of groups that were destroyed are used again
-        elif [dist.get_process_group_ranks(group) for group in axes.groups[1:]] == wanted:
+        elif (_ranks_of(axes.shards), _ranks_of(axes.replicas)) == wanted:
             return axes  # each mesh has groups of its own, of the same ranks
     everyone = _everyone(mesh, shards)
     axes = Axes(f"{everyone.group_name}, {replicas.size()} x {shards.size()}", everyone, shards, replicas)
@@ -75,6 +75,10 @@ def axes_named(name: str) -> Axes:
 
 _KNOWN: dict[str, Axes] = {}
 # By name: markers in graphs are operators, which get constants.
+
+
+def _ranks_of(group: ProcessGroup | None) -> list[int]:
+    return dist.get_process_group_ranks(group) if group is not None else []
 
 
 def _everyone(mesh: DeviceMesh, like: ProcessGroup) -> ProcessGroup:
