@@ -25,12 +25,14 @@ class Axes:
         everyone: all ranks of the mesh.
         shards: ranks that parameters are split over.
         replicas: ranks that have the same shards; None where no others do.
+        device_type: that groups of two axes communicate from; empty where there is one axis.
     """
 
     name: str
     everyone: ProcessGroup
     shards: ProcessGroup
     replicas: ProcessGroup | None = None
+    device_type: str = ""
 
     @classmethod
     def one(cls, group: ProcessGroup) -> Axes:
@@ -55,14 +57,15 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return Axes.one(shards)
     replicas = mesh.get_group(0)
-    wanted = _ranks_of(shards), _ranks_of(replicas)
+    wanted = mesh.device_type, _ranks_of(shards), _ranks_of(replicas)
     for axes in list(_KNOWN.values()):
         if not all(map(is_registered, axes.groups)):
             del _KNOWN[axes.name]  # names of groups that were destroyed are used again
-        elif (_ranks_of(axes.shards), _ranks_of(axes.replicas)) == wanted:
+        elif (axes.device_type, _ranks_of(axes.shards), _ranks_of(axes.replicas)) == wanted:
             return axes  # each mesh has groups of its own, of the same ranks
     everyone = _everyone(mesh, shards)
-    axes = Axes(f"{everyone.group_name}, {replicas.size()} x {shards.size()}", everyone, shards, replicas)
+    name = f"{everyone.group_name}, {replicas.size()} x {shards.size()}, {mesh.device_type}"
+    axes = Axes(name, everyone, shards, replicas, mesh.device_type)
     _KNOWN[axes.name] = axes
     return axes
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from ranks import run
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.runtime.comm.axes import Axes, axes_named, axes_of
 
 
@@ -95,3 +96,9 @@ def _names() -> None:
 
 def test_meshes_of_the_same_ranks_are_told_apart_by_their_names() -> None:
     run(4, _names)
+
+
+def test_a_mesh_of_another_device_has_groups_of_its_own() -> None:
+    with simulated_rank(0, 4):
+        ours, theirs = (axes_of(init_device_mesh(device, (2, 2))) for device in ("cpu", "cuda"))
+        assert ours.name != theirs.name and axes_named(theirs.name) is theirs
