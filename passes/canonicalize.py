@@ -4,6 +4,9 @@ A parameter that is read several times (tied weights, two uses) leaves several `
 several ``reduce_grad`` markers whose results are added. This pass merges the former and moves the addition before the
 latter, so that each parameter is gathered together with its bucket and reduced once. Safe because ``unshard`` is pure
 and the mean over ranks is linear. Gathered parameters that the graph returns are cloned: the runtime frees the rest.
+
+Tensors that are stacked are joined along a dimension of their own, as the user wrote it: torch joins them along one of
+theirs and then views that as two, which would take the samples of a batch for one dimension with what is stacked.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import torch
 from torch import fx
 
 from zerograph.core.plan import Plan
-from zerograph.graph.nodes import Marker, behind_identity, call, is_identity_view, markers, protect_outputs
+from zerograph.graph.nodes import Marker, behind_identity, call, computed, is_identity_view, markers, protect_outputs
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 
 aten = torch.ops.aten
@@ -23,6 +26,7 @@ def canonicalize(gm: fx.GraphModule, plan: Plan | None = None) -> int:
     before = _count(gm.graph)
     _merge_unshards(gm.graph)
     _merge_reductions(gm.graph)
+    _stack_along_own_dimension(gm.graph)
     protect_outputs(gm.graph)
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
@@ -32,6 +36,24 @@ def canonicalize(gm: fx.GraphModule, plan: Plan | None = None) -> int:
 
 def _count(graph: fx.Graph) -> int:
     return len(markers(graph, UNSHARD)) + len(markers(graph, REDUCE_GRAD))
+
+
+def _stack_along_own_dimension(graph: fx.Graph) -> None:
+    for view in graph.find_nodes(op="call_function", target=aten.view.default):
+        cat = view.args[0]
+        if cat.target is not aten.cat.default or len(cat.users) > 1:
+            continue
+        parts, dim = cat.args[0], (cat.args[1] if len(cat.args) > 1 else 0)
+        shape = list(parts[0].meta["val"].shape)
+        dim %= len(shape)
+        alike = all(list(part.meta["val"].shape) == shape for part in parts)
+        if alike and list(view.meta["val"].shape) == [*shape[:dim], len(parts), *shape[dim:]]:
+            with graph.inserting_before(view):
+                apart = [computed(graph, aten.unsqueeze.default, (part, dim), view) for part in parts]
+                stacked = computed(graph, aten.cat.default, (apart, dim), view)
+            view.replace_all_uses_with(stacked)
+            graph.erase_node(view)
+            graph.erase_node(cat)
 
 
 def _merge_unshards(graph: fx.Graph) -> None:

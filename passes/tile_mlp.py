@@ -198,10 +198,10 @@ class _HiddenTile:
         tile.meta["zg"] = TileFact(self.index, param)
         return self.shares.cut(tile, cut.dim, self.begin, self.end)
 
-    def _insert(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+    def _insert(self, node: fx.Node, args: tuple[Any, ...], named: dict[str, Any]) -> fx.Node:
         if node in self.middle.gradients:
             return self._reduce(node, *args)
-        return computed(self.graph, node.target, args, node, node.kwargs)
+        return computed(self.graph, node.target, args, node, named)
 
     def _reduce(self, node: fx.Node, grad: fx.Node, shape: list[int], *spec: Any) -> fx.Node:
         """Reduce a tile's gradient."""

@@ -1,6 +1,7 @@
-"""Run the MLP of recomputed layers, and the norm and residual around it, for some tokens at a time.
+"""Run the MLP of recomputed layers, and the norm and residual around it, or all of them, for some tokens at a time.
 
-The region of each layer (:mod:`zerograph.tiling.layer_tokens`) is written once for each tile
+The region of each layer (:mod:`zerograph.tiling.layer_tokens`, or for whole samples
+:mod:`zerograph.tiling.layer_batch`) is written once for each tile
 (:mod:`zerograph.tiling.token_tiles`), in the forward and in the backward, where a tile is computed again right before
 its gradients: torch may put all that is computed again first.
 
@@ -16,6 +17,7 @@ from torch import fx
 
 from zerograph.core.plan import Plan
 from zerograph.tiling.cuts import Mixes
+from zerograph.tiling.layer_batch import batch_region
 from zerograph.tiling.layer_tokens import layer_region, wide_products
 from zerograph.tiling.token_tiles import write_tiles
 
@@ -29,9 +31,11 @@ def tile_tokens(gm: fx.GraphModule, plan: Plan) -> int:
     tiles = 0
     for product in list(wide_products(gm.graph.nodes, plan.token_regions)):
         try:
-            tiles += write_tiles(gm.graph, layer_region(product), plan.token_tiles)
+            region = batch_region(product) if plan.by_sample else layer_region(product)
+            tiles += write_tiles(gm.graph, region, plan.token_tiles)
         except Mixes as error:
-            log.warning("the MLP that %s begins runs whole: %s", product.meta["zg"].name, error)
+            what = "the layer of %s runs whole: %s" if plan.by_sample else "the MLP that %s begins runs whole: %s"
+            log.warning(what, product.meta["zg"].name, error)
     if tiles:
         gm.graph.eliminate_dead_code()
         gm.graph.lint()

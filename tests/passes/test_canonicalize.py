@@ -115,3 +115,29 @@ def test_without_markers_nothing_happens() -> None:
     before = show(gm)
     assert canonicalize(gm) == 0
     assert show(gm) == before
+
+
+def test_what_is_stacked_has_a_dimension_of_its_own() -> None:
+    b = Builder()
+    parts = [b.input(name, 2, 4) for name in "ab"]
+    stacked = b.call(aten.view.default, b.call(aten.cat.default, parts, 0), [2, 2, 4])
+    gm = b.output(b.call(aten.neg.default, stacked))
+    canonicalize(gm)
+    assert_expected_inline(
+        show(gm),
+        """\
+unsqueeze_default = unsqueeze(a, 0)
+unsqueeze_default_1 = unsqueeze(b, 0)
+cat_default_1 = cat([unsqueeze_default, unsqueeze_default_1], 0)
+neg_default = neg(cat_default_1)
+return [neg_default]""",
+    )
+
+
+def test_what_is_joined_and_viewed_otherwise_stays_so() -> None:
+    b = Builder()
+    joined = b.call(aten.cat.default, [b.input("a", 2, 4), b.input("b", 2, 4)], 0)
+    gm = b.output(b.call(aten.view.default, joined, [4, 2, 2]))
+    before = show(gm)
+    canonicalize(gm)
+    assert show(gm) == before

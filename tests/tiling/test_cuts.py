@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -69,13 +70,118 @@ def test_what_is_kept_and_back(target: Any, args: tuple[Any, ...], cut: tuple[in
 
 
 @pytest.mark.parametrize(
+    ("shape", "target", "args", "cut", "found"),
+    [
+        ((4, 3, 8), aten.view.default, ([12, 8],), 0, 0),
+        ((12, 8), aten.view.default, ([4, 3, 8],), 0, 0),
+        ((12, 8), aten.view.default, ([1, 4, 24],), 0, 1),
+        ((4, 2, 3, 5), aten.view.default, ([8, 3, 5],), 0, 0),
+        ((2, 4, 3), aten.permute.default, ([1, 0, 2],), 1, 0),
+        ((4, 3, 8), aten.select.int, (1, 2), 0, 0),
+        ((3, 4, 8), aten.select.int, (0, 2), 1, 0),
+        ((4, 3, 8), aten._softmax.default, (-1, False), 0, 0),
+        ((4, 3, 8), aten.sum.dim_IntList, ([1],), 0, 0),
+        ((3, 4, 8), aten.amax.default, ([0],), 1, 0),
+        ((4, 1, 8), aten.expand.default, ([4, 3, 8],), 0, 0),
+        ((4, 3, 8), aten.slice.Tensor, (2, 0, 3), 0, 0),
+    ],
+)
+def test_samples_are_kept_and_back(
+    shape: tuple[int, ...], target: Any, args: tuple[Any, ...], cut: int, found: int
+) -> None:
+    """Of four samples, each with several places of the dimension."""
+    b = Builder()
+    x = b.input("x", *shape)
+    node = b.call(target, x, *args)
+    assert cut_of_result(node, x, Cut((cut,), 4)) == Cut((found,), 4)
+    assert cut_of_operand(node, x, Cut((found,), 4)) == Cut((cut,), 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "args"),
+    [
+        ((4, 6), aten.view.default, ([3, 8],)),  # rows of several samples
+        ((4, 3), aten.select.int, (0, 1)),
+        ((4, 3), aten._softmax.default, (0, False)),
+        ((4, 3), aten.cumsum.default, (0,)),
+    ],
+)
+def test_what_mixes_samples(shape: tuple[int, ...], target: Any, args: tuple[Any, ...]) -> None:
+    b = Builder()
+    x = b.input("x", *shape)
+    with pytest.raises(Mixes):
+        cut_of_result(b.call(target, x, *args), x, Cut((0,), 4))
+
+
+def test_places_of_a_sample() -> None:
+    b = Builder()
+    rows = b.input("rows", 12, 8)
+    assert Cut((0,), 4).places(rows) == 3 and ROWS.places(rows) == 1
+    assert Cut((0,), 4).at((1,)) == Cut((1,), 4) and Cut((0,), 4).moved(1) == Cut((1,), 4)
+
+
+def test_a_product_of_pairs_keeps_their_number() -> None:
+    b = Builder()
+    left, right, bias = b.input("left", 8, 2, 3), b.input("right", 8, 3, 5), b.input("bias", 5)
+    product = b.call(aten.bmm.default, left, right)
+    assert cut_of_result(product, left, Cut((0,), 4)) == cut_of_operand(product, right, Cut((0,), 4)) == Cut((0,), 4)
+    with pytest.raises(Mixes):
+        cut_of_result(product, left, Cut((1,), 2))
+    added = b.call(aten.baddbmm.default, bias, left, right)
+    assert cut_of_operand(added, bias, Cut((0,), 4)) is None
+
+
+def test_of_several_tensors_each_has_the_samples_and_lacks_what_is_unbound() -> None:
+    b = Builder()
+    x = b.input("x", 3, 4, 5)
+    node = b.call(aten.unbind.int, x, 0)
+    assert cut_of_result(node, x, Cut((1,), 4)) == Cut((0,), 4)
+    assert cut_of_operand(node, x, Cut((0,), 4)) == Cut((1,), 4)
+    with pytest.raises(Mixes, match="makes several tensors"):
+        cut_of_result(node, x, Cut((0,), 3))
+
+
+def test_one_place_is_written_where_it_is_taken() -> None:
+    b = Builder()
+    x, part = b.input("x", 3, 4, 5), b.input("part", 4, 5)
+    node = b.call(aten.select_scatter.default, x, part, 0, 1)
+    assert cut_of_result(node, x, Cut((1,), 4)) == Cut((1,), 4)
+    assert cut_of_result(node, part, Cut((0,), 4)) == Cut((1,), 4)
+    assert [cut_of_operand(node, each, Cut((1,), 4)) for each in (x, part)] == [Cut((1,), 4), Cut((0,), 4)]
+
+
+def attention(b: Builder, dropout: float = 0.0, samples: int = 4) -> list[Any]:
+    q, k, v = (b.input(name, samples, 2, 6, 8) for name in "qkv")
+    mask = b.input("mask", 1, 1, 6, 6)
+    node = b.call(aten._scaled_dot_product_efficient_attention.default, q, k, v, mask, True, dropout)
+    return [node, q, mask, *(b.call(operator.getitem, node, at) for at in range(4))]
+
+
+def test_attention_treats_every_sample_by_itself() -> None:
+    node, query, mask, out, sums, seed, _ = attention(Builder())
+    samples = Cut((0,), 4)
+    assert cut_of_result(node, query, samples) == cut_of_operand(node, query, samples) == samples
+    assert cut_of_operand(node, mask, samples) is None
+    assert [cut_of_result(each, node, samples) for each in (out, sums, seed)] == [samples, samples, samples.at(())]
+    assert cut_of_operand(seed, node, samples.at(())) == cut_of_operand(out, node, samples) == samples
+    with pytest.raises(Mixes, match="looks at several tokens"):
+        cut_of_result(node, query, Cut((2,)))
+
+
+def test_attention_with_dropout_is_random() -> None:
+    node, query, *_ = attention(Builder(), dropout=0.1)
+    with pytest.raises(Mixes, match="is random"):
+        cut_of_result(node, query, Cut((0,), 4))
+
+
+@pytest.mark.parametrize(
     ("target", "args", "cut"),
     [
         (aten.permute.default, ([1, 0, 2],), (0, 1)),
         (aten.view.default, ([4, 3, 5],), (0,)),
         (aten.amax.default, ([0],), (0,)),
         (aten.sum.dim_IntList, ([0],), (0, 1)),
-        (aten._softmax.default, (-1, False), (0,)),
+        (aten._softmax.default, (0, False), (0,)),
         (aten.flip.default, ([0],), (0,)),
     ],
 )

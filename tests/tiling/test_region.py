@@ -44,7 +44,8 @@ def test_a_region_is_copied_for_a_part() -> None:
 
     part = {source: b.input(f"{source.name}_part", *shape) for source, shape in ((w, (8, 2)), (v, (2, 4)))}
 
-    def insert(node: fx.Node, args: tuple[object, ...]) -> fx.Node:
+    def insert(node: fx.Node, args: tuple[object, ...], named: dict[str, object]) -> fx.Node:
+        assert not named
         return b.call(node.target, *args)  # type: ignore[arg-type]
 
     copies = dict(copies_of(region, region.nodes, 2, lambda _, source: part.get(source), insert))
@@ -65,7 +66,8 @@ def test_a_constant_that_is_cut_in_one_place_is_whole_in_another() -> None:
     assert region.given == {(by_word, x): ROWS, (by_token, numbers): ROWS}
     part = {x: b.input("x_part", 2, 4), numbers: b.input("numbers_part", 2)}
 
-    def insert(node: fx.Node, args: tuple[object, ...]) -> fx.Node:
+    def insert(node: fx.Node, args: tuple[object, ...], named: dict[str, object]) -> fx.Node:
+        assert not named
         return b.call(node.target, *args)  # type: ignore[arg-type]
 
     def cut(node: fx.Node, source: fx.Node) -> fx.Node | None:

@@ -63,6 +63,7 @@ RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 STAGE = Parsed("0|1|2|3|auto", _stage)
 TILE = Parsed("auto|off|N", _tile)
 _TOKEN_TILES = "Tiles of tokens that MLPs of recomputed layers run in; auto has one, or more where nothing else fits."
+_BATCH_TILES = "Parts of the batch that recomputed layers run for, one after another; auto likewise."
 TILES = Parsed("auto|N", _tiles)
 
 
@@ -102,6 +103,7 @@ TILES = Parsed("auto|N", _tiles)
 @click.option("--tile", type=TILE, default="auto", show_default=True, help=_TILE)
 @click.option("--loss-tiles", type=TILES, default="auto", show_default=True, help=_LOSS_TILES)
 @click.option("--token-tiles", type=TILES, default="auto", show_default=True, help=_TOKEN_TILES)
+@click.option("--batch-tiles", type=TILES, default="auto", show_default=True, help=_BATCH_TILES)
 @click.option("--loss-only", is_flag=True, help="Training returns its loss alone.")
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states per parameter.")
 @click.option("--whole", is_flag=True, help="Trace every layer, not a few of those that are alike.")

@@ -11,7 +11,14 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.compiler.source_lines import source_line
-from zerograph.compiler.tileable import bytes_of_node, gradients_ahead, token_regions, why_logits_are_untiled
+from zerograph.compiler.tileable import (
+    batch_regions,
+    bytes_of_node,
+    gradients_ahead,
+    token_regions,
+    why_logits_are_untiled,
+)
+from zerograph.core.config import CutBy
 from zerograph.core.step import Kind, Lookup, Op, Param, Step, Value
 from zerograph.graph.costs import (
     describing_sizes,
@@ -44,7 +51,8 @@ class Setting:
         moments: tensors that the optimizer keeps per parameter.
         tied: of a parameter the other names that the model has for it.
         ends_at_break: whether the user's code goes on behind a graph break.
-        by_token: whether plans may run layers for some tokens at a time, so that it is worth looking which can.
+        cut_by: whether plans may run layers for some tokens or some samples at a time, so that it is worth looking
+            which can.
     """
 
     training: bool
@@ -52,7 +60,7 @@ class Setting:
     moments: int = 2
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ends_at_break: bool = False
-    by_token: bool = False
+    cut_by: tuple[CutBy, ...] = ()
 
 
 def capture(graph: fx.Graph, setting: Setting) -> Step:
@@ -79,9 +87,14 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         product = next(node for node in graph.nodes if node.name == head.name)
         why, ahead = why_logits_are_untiled(product, backward), gradients_ahead(graph, product)
         step = replace(step, untiled_logits=why, loss_gradients=() if why else ahead)
-    if setting.training and setting.by_token:
+    if setting.training and setting.cut_by:
         params_read = {op.name: read for op, read in zip(full.ops, full.params_read, strict=True)}
-        step = replace(step, token_regions=tuple(token_regions(part.ops, backward, params_read)))
+        regions = list(token_regions(part.ops, backward, params_read)) if "token" in setting.cut_by else []
+        whole: dict[str, str] = {}
+        if "sample" in setting.cut_by:
+            by_sample, whole = batch_regions(part.ops, backward, params_read)
+            regions += by_sample
+        step = replace(step, token_regions=tuple(regions), whole_batches=tuple(whole.items()))
     return with_updates(step, setting.world_size, setting.moments)
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from zerograph.compiler.agreement import Agreement
 from zerograph.compiler.lowering.segments import SegmentCache
+from zerograph.core.config import CutBy
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.step import Step
@@ -39,7 +40,7 @@ class Compilation:
         moments: tensors that the optimizer is taken to keep per parameter; it may be made later than plans.
         repeats_layers: whether a few of many layers that are alike are traced in place of all.
         loss_only: whether a forward that trains returns None in place of logits.
-        by_token: whether plans may run layers for some tokens at a time.
+        cut_by: whether plans may run layers for some tokens or some samples at a time.
         staging: the tier whose memory NVMe reads and writes: the host's, where that is not the device's.
         text_of: a graph as text, to show what passes did to it; empty where nobody reads it.
     """
@@ -54,6 +55,6 @@ class Compilation:
     moments: int = 2
     repeats_layers: bool = True
     loss_only: bool = False
-    by_token: bool = False
+    cut_by: tuple[CutBy, ...] = ()
     staging: Tier = "device"
     text_of: Callable[[fx.GraphModule], str] = lambda _: ""

@@ -319,11 +319,12 @@ class Planner:
             update=config.update if step.training else "host",
             tiles=tiles_wanted(config.tile, step, self._world_size, config.bucket_size),
             replicas=self._replicas,
+            whole_layers=config.by_sample,
         )
         if config.loss_tiles != "auto":
             plan = in_loss_tiles(plan, step, config.loss_tiles)
-        if config.token_tiles != "auto" and step.training:
-            plan = in_token_tiles(plan, step, config.token_tiles)
+        if config.layer_tiles != "auto" and step.training:
+            plan = in_token_tiles(plan, step, config.layer_tiles, config.by_sample)
         # Behind the loss, which has what its head reads whole.
         return in_loops(plan, step)
 
@@ -342,22 +343,18 @@ class Planner:
         found = search.within(budget)
         if found is None and constraints.loss is None and head_of(Graph.of(step)) is not None:
             # Tiles read the head's weight again and again: they are looked at where nothing fits without.
-            search = Search(
-                step, replace(constraints, loss="auto"), self._machine, states=states, moments=self._moments
-            )
-            found = search.within(budget)
-        if (
-            found is None
-            and constraints.tokens is None
-            and step.token_regions
-            and constraints.recompute in ("auto", "full")
-        ):
-            # They recompute all layers, and read their weights again and again.
-            constraints = replace(
-                constraints, loss="auto" if constraints.loss is None else constraints.loss, tokens="auto"
-            )
+            constraints = replace(constraints, loss="auto")
             search = Search(step, constraints, self._machine, states=states, moments=self._moments)
             found = search.within(budget)
+        recomputes = constraints.recompute in ("auto", "full")
+        if constraints.tokens is None and step.token_regions and recomputes and (found is None or found.leaves_device):
+            # They recompute all layers: where everything stays on the device without, that is faster.
+            tiled = Search(
+                step, replace(constraints, tokens="auto"), self._machine, states=states, moments=self._moments
+            )
+            other = tiled.within(budget)
+            if found is None or (other is not None and other.rank < found.rank):
+                search, found = tiled, other
         if found is None:
             raise infeasible(search, step, self._machine, budget)
         self.searched = found.peak

@@ -42,16 +42,18 @@ class BucketReport:
 
 @dataclass(frozen=True, slots=True)
 class TokenTiles:
-    """Tiles of tokens that head and loss run in, and that the MLPs of so many ``layers`` run in."""
+    """Tiles of tokens that head and loss run in, and that so many ``layers``, or their MLPs, run in."""
 
     loss: int
-    mlp: int
+    layer: int
     layers: int
+    by_sample: bool
 
     def __str__(self) -> str:
         loss = f"head and loss in {self.loss} tiles of tokens" if self.loss > 1 else ""
-        layers = f"MLPs of {self.layers} layer{'s' * (self.layers > 1)} in {self.mlp}" if self.mlp > 1 else ""
-        return ", ".join(part for part in (loss, layers and f"{layers} tiles of tokens") if part)
+        layers = f"{self.layers} layer{'s' * (self.layers > 1)} in {self.layer}"
+        layers = f"{layers} parts of the batch" if self.by_sample else f"MLPs of {layers} tiles of tokens"
+        return ", ".join(part for part in (loss, layers if self.layer > 1 else "") if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,8 @@ class Report:
             slots=store.slots.bytes,
             on_host=store.on_host(),
             token_tiles={
-                f.index: TokenTiles(f.plan.loss_tiles, f.plan.token_tiles, len(f.plan.token_regions)) for f in compiled
+                f.index: TokenTiles(f.plan.loss_tiles, f.plan.token_tiles, len(f.plan.token_regions), f.plan.by_sample)
+                for f in compiled
             },
             whole_logits={f.index: why for f in compiled if (why := why_untiled(f.step, f.plan.loss_tiles))},
             apart={mlp: why for f in compiled for mlp, why in not_looped(f.plan, f.step).items()},

@@ -7,7 +7,7 @@ run in tiles any more. The plan then has that part whole, so that reports and pl
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,9 +20,11 @@ from zerograph.graph.costs import bytes_of, describing_sizes
 from zerograph.graph.layers import layer_of_node
 from zerograph.graph.nodes import Activation, backward_nodes
 from zerograph.tiling.cuts import PRODUCTS, ROWS, Mixes
+from zerograph.tiling.layer_batch import batch_region
 from zerograph.tiling.layer_tokens import layer_region, wide_products
 from zerograph.tiling.loss_gradients import loss_gradients
 from zerograph.tiling.middle import Gathered, middle_of
+from zerograph.tiling.region import Counts
 from zerograph.tiling.token_region import NodeRegion, head_of, region_of
 
 log = logging.getLogger(__name__)
@@ -68,13 +70,14 @@ def _untiled_regions(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set
         name = product.meta["zg"].name
         del untiled[name]
         try:
-            _layer_region(layer_of_activation(name), product, backward, again)
+            region = batch_region if plan.by_sample else layer_region
+            _layer_region(layer_of_activation(name), product, backward, again, region)
         except Mixes as error:
             untiled[name] = f"{error} ({source_line(error.node)})"
     for name, why in list(untiled.items())[:1]:  # the others are of layers like its own, most often
         log.warning(
-            "%d tiles of tokens were planned, and the MLPs of %d layers run whole, %s because %s",
-            plan.token_tiles, len(untiled), name, why,
+            "%d tiles of tokens were planned, and %s%d layers run whole, %s because %s",
+            plan.token_tiles, "" if plan.by_sample else "the MLPs of ", len(untiled), name, why,
         )  # fmt: skip
     return set(untiled)
 
@@ -125,31 +128,49 @@ def token_regions(
     nodes: Sequence[fx.Node], backward: set[fx.Node], params_read: Mapping[str, tuple[str, ...]]
 ) -> Iterator[TokenRegion]:
     """For each layer that has one, the MLP that can run for some tokens at a time; ``params_read`` is by operation."""
-    wide: dict[str, list[fx.Node]] = {}
+    again = _computed_again(nodes, backward)
+    for layer, widest in _widest_products(nodes, backward).items():
+        # Of several MLPs in a layer it may be that only the last one's middle is not needed before its gradients are.
+        for product in widest:
+            try:
+                both = _layer_region(layer, product, backward, again)
+            except Mixes as error:
+                log.debug("%s runs for all tokens at once: %s", layer, error)
+                continue
+            yield _token_region(layer, product, both, params_read)
+            break
+
+
+def batch_regions(
+    nodes: Sequence[fx.Node], backward: set[fx.Node], params_read: Mapping[str, tuple[str, ...]]
+) -> tuple[list[TokenRegion], dict[str, str]]:
+    """The layers that can run for some samples at a time, and why others cannot; ``params_read`` is by operation."""
+    again, found, whole = _computed_again(nodes, backward), list[TokenRegion](), dict[str, str]()
+    for layer, (product, *_) in _widest_products(nodes, backward).items():
+        try:
+            both = _layer_region(layer, product, backward, again, batch_region)
+        except Mixes as error:
+            whole[layer] = f"{error} ({source_line(error.node)})"
+            continue
+        found.append(_token_region(layer, product, both, params_read, samples=both.count))
+    return found, whole
+
+
+def _widest_products(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[str, list[fx.Node]]:
+    """By layer, its widest products with a lasting name."""
+    found: dict[str, list[fx.Node]] = {}
     for node in nodes:
         fact = node.meta.get("zg")
         if node.target in PRODUCTS and node not in backward and isinstance(fact, Activation):
-            wide.setdefault(layer_of_activation(fact.name), []).append(node)
-    again = _computed_again(nodes, backward)
-    for layer, products in wide.items():
-        most = max(map(bytes_of_node, products))
-        # Of several MLPs in a layer it may be that only the last one's middle is not needed before its gradients are.
-        widest = (product for product in products if layer and bytes_of_node(product) == most)
-        regions = (_token_region(layer, product, backward, again, params_read) for product in widest)
-        found = next((region for region in regions if region is not None), None)
-        if found is not None:
-            yield found
+            found.setdefault(layer_of_activation(fact.name), []).append(node)
+    most = {layer: max(map(bytes_of_node, products)) for layer, products in found.items() if layer}
+    return {layer: [n for n in found[layer] if bytes_of_node(n) == size] for layer, size in most.items()}
 
 
 def _token_region(
-    layer: str, product: fx.Node, backward: set[fx.Node], again: Mapping[fx.Node, str],
-    params_read: Mapping[str, tuple[str, ...]],
-) -> TokenRegion | None:  # fmt: skip
-    try:
-        both = _layer_region(layer, product, backward, again)
-    except Mixes as error:
-        log.debug("%s runs for all tokens at once: %s", layer, error)
-        return None
+    layer: str, product: fx.Node, both: NodeRegion, params_read: Mapping[str, tuple[str, ...]], *,
+    samples: int | None = None,
+) -> TokenRegion:  # fmt: skip
     multiply = [node for node in both.nodes if node.target in PRODUCTS]
     inside = [n for n in both.nodes if both.cuts[n] is not None and all(user in both.cuts for user in n.users)]
     return TokenRegion(
@@ -159,18 +180,22 @@ def _token_region(
         values=tuple(node.name for node in inside),
         moved=tuple((node.name, _moved_by_each_tile(node, both)) for node in multiply),
         sums=tuple(node.name for node in multiply if both.cuts[node] is None),
+        samples=samples,
     )
 
 
-def _layer_region(layer: str, product: fx.Node, backward: set[fx.Node], again: Mapping[fx.Node, str]) -> NodeRegion:
+def _layer_region(
+    layer: str, product: fx.Node, backward: set[fx.Node], again: Mapping[fx.Node, str],
+    region: Callable[[fx.Node, Counts], NodeRegion] = layer_region,
+) -> NodeRegion:  # fmt: skip
     """The region of ``layer`` in its backward, which is looked at as it will be: with what it needs of the forward,
     computed ``again``.
 
     Raises:
         Mixes: forward or backward need it for all tokens at once.
     """
-    forward = layer_region(product, lambda node: node not in backward)
-    return layer_region(product, lambda node: node in backward or node in forward.cuts or again.get(node) == layer)
+    forward = region(product, lambda node: node not in backward)
+    return region(product, lambda node: node in backward or node in forward.cuts or again.get(node) == layer)
 
 
 def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx.Node, str]:
@@ -191,7 +216,7 @@ def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx
 
 def _moved_by_each_tile(product: fx.Node, region: NodeRegion) -> int:
     cut = region.cuts[product]
-    weight: fx.Node = product.args[-1 if cut == ROWS else -2]  # type: ignore[assignment]
+    weight: fx.Node = product.args[-1 if cut and cut.dims == ROWS.dims else -2]  # type: ignore[assignment]
     return bytes_of_node(weight) if cut is not None else 2 * bytes_of_node(product)
 
 

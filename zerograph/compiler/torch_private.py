@@ -8,6 +8,7 @@ which pass on 2.14 too.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
+
+from zerograph.graph.attention import ATTENTION, is_random
 
 # Dynamo
 
@@ -183,8 +186,12 @@ def split_by_minimum_cut(
     Inductor cuts it. Inputs numbered ``static`` stay where they are.
 
     It saves what must be (``recompute``) only where the forward's outputs depend on it. Other nodes tagged to be in the
-    forward are outputs while it cuts. Seen in 2.11, 2.13.
+    forward are outputs while it cuts. Attention without dropout, which torch takes for random, is another function
+    meanwhile: it would save the generator's state for each layer that is recomputed. Seen in 2.11, 2.13.
     """
+    for node in joint.graph.nodes:
+        if node.target in ATTENTION and not is_random(node):
+            node.target = _not_random(node.target)
     tags = ((node, node.meta.get("partitioner_tag"), node.meta.get("recompute")) for node in joint.graph.nodes)
     ahead = [n for n, tag, saved in tags if (tag, saved) == ("must_be_in_forward", CheckpointPolicy.MUST_SAVE)]
     _replace_outputs(joint.graph, outputs, outputs, ahead)
@@ -196,7 +203,18 @@ def split_by_minimum_cut(
         static_lifetime_input_indices=list(static),
     )
     _replace_outputs(forward.graph, outputs, outputs + len(ahead), ())
+    for node in (*forward.graph.nodes, *backward.graph.nodes):
+        node.target = getattr(node.target, "operator", node.target)
     return forward, backward
+
+
+@functools.cache
+def _not_random(operator: Any) -> Any:
+    def attention(*args: Any, **named: Any) -> Any:
+        return operator(*args, **named)
+
+    attention.operator = operator  # type: ignore[attr-defined]
+    return attention
 
 
 def _replace_outputs(graph: fx.Graph, begin: int, end: int, nodes: Sequence[fx.Node]) -> None:

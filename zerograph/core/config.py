@@ -31,6 +31,8 @@ ACTIVATIONS = ("auto", "keep", *OFFLOAD_TIERS)
 FOLDERS: Mapping[Tier, str] = {"nvme": "path"}
 ROOM: Mapping[Tier, str] = {"host": "host_memory", "nvme": "nvme"}
 """By tier, the arguments that say in which folders it is, and how many bytes of it a rank may use."""
+CutBy = Literal["token", "sample"]
+"""What a part of a layer's work may be of."""
 TileOption = Literal["auto", "off"] | int | tuple[tuple[str, int], ...]
 """Tiles of parameters: a number, or numbers by patterns of names."""
 _LEAVES = ("offload", "tier", "update", "activations")
@@ -42,6 +44,7 @@ PLANNED = (
     "tile",
     "loss_tiles",
     "token_tiles",
+    "batch_tiles",
     "memory",
     "machine",
     *_LEAVES,
@@ -87,6 +90,8 @@ class Config:
             "auto" does too unless a plan is searched, which then takes as few as the budget needs.
         token_tiles: parts over tokens that the MLPs of recomputed layers run in; more than 1 recompute all layers where
             ``recompute`` is "auto". 1 runs them whole, "auto" does too unless a plan is searched and nothing else fits.
+        batch_tiles: parts of the batch that recomputed layers run for, all of a layer one part after another; else as
+            ``token_tiles``.
         loss_only: whether a forward that trains returns None in place of logits and whatever else is no loss.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
         plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
@@ -115,6 +120,7 @@ class Config:
     nvme: int | None = None
     loss_tiles: int | Literal["auto"] = "auto"
     token_tiles: int | Literal["auto"] = "auto"
+    batch_tiles: int | Literal["auto"] = "auto"
     loss_only: bool = False
     compute: Literal["inductor", "eager"] = "inductor"
     plan: GivenPlan | None = None
@@ -180,16 +186,30 @@ class Config:
         return self.machine is not None and self.machine.split
 
     @property
-    def by_token(self) -> bool:
-        """Whether plans may run layers for some tokens at a time."""
+    def cut_by(self) -> tuple[CutBy, ...]:
+        """What plans may run layers for some of at a time."""
         if self.plan is not None:
-            return bool(self.plan.plan.token_regions)
-        return self.searches if self.token_tiles == "auto" else self.token_tiles > 1
+            by_sample, tiled = self.plan.plan.by_sample, bool(self.plan.plan.token_regions)
+        else:
+            by_sample, tiled = self.by_sample, self.searches if self.layer_tiles == "auto" else self.layer_tiles > 1
+            if tiled and self.layer_tiles == "auto":
+                return ("token", "sample")
+        return (("sample",) if by_sample else ("token",)) if tiled else ()
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether the tiles of layers are fixed, and of whole samples."""
+        return self.batch_tiles not in ("auto", 1)
+
+    @property
+    def layer_tiles(self) -> int | Literal["auto"]:
+        """The tiles of layers, over tokens or samples."""
+        return self.batch_tiles if self.by_sample else self.token_tiles
 
     @property
     def recomputed(self) -> Recompute:
-        """The recomputation: of all layers where tiles of tokens were asked for, and nothing else was."""
-        tiled = self.token_tiles not in ("auto", 1)
+        """The recomputation: of all layers where tiles of them were asked for, and nothing else was."""
+        tiled = self.layer_tiles not in ("auto", 1)
         return "full" if tiled and self.recompute == "auto" else self.recompute
 
     @property
@@ -270,6 +290,21 @@ class Config:
             self.token_tiles in ("auto", 1) or self.recompute not in ("none", 0),
             f"token_tiles={self.token_tiles!r} with recompute={self.recompute!r}: MLPs that are saved are whole",
             'only recomputed layers run for some tokens at a time: recompute="full"',
+        )
+        require(
+            self.batch_tiles == "auto" or (type(self.batch_tiles) is int and self.batch_tiles >= 1),
+            f'batch_tiles must be "auto" or a number of parts >= 1, got {self.batch_tiles!r}',
+            "8 runs each recomputed layer for an eighth of the batch at a time",
+        )
+        require(
+            not self.by_sample or self.recompute not in ("none", 0),
+            f"batch_tiles={self.batch_tiles!r} with recompute={self.recompute!r}: layers that are saved are whole",
+            'only recomputed layers run for a part of the batch at a time: recompute="full"',
+        )
+        require(
+            not self.by_sample or self.token_tiles in ("auto", 1),
+            f"batch_tiles={self.batch_tiles!r} and token_tiles={self.token_tiles!r}: a layer is divided in one way",
+            "parts of the batch hold less than the same number of tiles of tokens: leave token_tiles out",
         )
         require_flag("loss_only", self.loss_only, "True has a training forward return None in place of logits")
         require(

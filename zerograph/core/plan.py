@@ -36,7 +36,7 @@ __all__ = [
     "token_tiles",
 ]
 
-VERSION = 11
+VERSION = 12
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays resident: until its last use in a graph, until its use in the backward, or until
@@ -258,6 +258,8 @@ class Plan:
         head: lasting name of the logits that are cut so; empty where they are whole, or their step was never traced.
         token_tiles: parts over tokens that the MLPs of recomputed layers run in, one after another, with the norm and
             residual around them, forward and backward.
+        by_sample: whether these parts are of whole samples of the batch. Then all of the layer runs in them, attention
+            too, and its parameters share a bucket, so that they are gathered once for all parts.
         token_regions: lasting names of what these begin with, the widest that each makes.
     """
 
@@ -273,6 +275,7 @@ class Plan:
     fetch_ahead: int = field(default=1, metadata={"decided": "layers fetched ahead"})
     loss_tiles: int = field(default=1, metadata={"decided": "tiles of the loss"})
     token_tiles: int = field(default=1, metadata={"decided": "tiles of tokens"})
+    by_sample: bool = field(default=False, metadata={"decided": "tiles of whole samples"})
     update: Update = field(default="host", metadata={"decided": "where updates compute"})
     overlap: Overlap = field(default="none", metadata={"decided": "what updates run beside"})
     head: str = ""
@@ -381,6 +384,8 @@ class Plan:
             yield f"{self.head} is cut in tiles, and the loss in none"
         if self.token_tiles < 1 or (self.token_tiles > 1) != bool(self.token_regions):
             yield f"{self.token_tiles} tiles of tokens of {len(self.token_regions)} layers"
+        if self.by_sample and self.token_tiles == 1:
+            yield "tiles of whole samples, of which there is one"
         yield from (f"{layer} is recomputed twice" for layer in _twice(self.recompute))
         yield from (f"{name} is saved twice" for name in _twice(self.save))
         layers = frozenset(self.recompute)

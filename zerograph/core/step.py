@@ -230,6 +230,7 @@ class TokenRegion:
         values: that exist for the tokens of one tile only.
         moved: by operation, bytes that each further tile moves: weights that it reads again, sums that it adds to.
         sums: the operations that add to a sum.
+        samples: of a region that runs for whole samples at a time, how many there are. It is then all of the layer.
     """
 
     layer: str
@@ -238,6 +239,7 @@ class TokenRegion:
     values: tuple[str, ...]
     moved: tuple[tuple[str, int], ...]
     sums: tuple[str, ...] = ()
+    samples: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,7 @@ class Step:
         loss_gradients: operations of the backward that a loss in tiles runs in the forward, by name.
         ends_at_break: whether the user's code goes on uncompiled, behind a graph break, with what the forward returns.
         token_regions: what of layers can run for some tokens at a time.
+        whole_batches: layers that cannot run for some samples at a time where that was asked, each with the reason.
         mlps: linear layers that can run in one loop over the dimension between them.
         derived: by class, what was computed of the step once and is kept with it; no part of what it is.
     """
@@ -287,6 +290,7 @@ class Step:
     loss_gradients: tuple[str, ...] = ()
     ends_at_break: bool = False
     token_regions: tuple[TokenRegion, ...] = ()
+    whole_batches: tuple[tuple[str, str], ...] = ()
     mlps: tuple[Mlp, ...] = ()
     derived: dict[type, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 

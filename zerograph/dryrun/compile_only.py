@@ -179,7 +179,7 @@ class _Call:
                 moments=moments,
                 repeats_layers=repeat_layers,
                 loss_only=config.loss_only,
-                by_token=config.by_token,
+                cut_by=config.cut_by,
                 staging=planner.staging,
                 text_of=lambda gm: str(gm.graph),
             )

@@ -89,6 +89,7 @@ def plan_file(
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, programs=False,
             moments=moments, dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
+            batch_tiles=config.batch_tiles,
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
         return file_from_search(

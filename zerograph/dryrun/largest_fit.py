@@ -133,7 +133,7 @@ def probe(
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
         make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=constraints.sharding, moments=moments,
-        repeat_layers=repeat_layers, token_tiles=config.token_tiles,
+        repeat_layers=repeat_layers, token_tiles=config.token_tiles, batch_tiles=config.batch_tiles,
     )  # fmt: skip
     return Probe(steps, machine, constraints, moments)
 

@@ -27,6 +27,8 @@ WITH_EFFECTS = with_effects
 
 SEEDS = frozenset({torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default})
 """Inductor's operators that draw seeds; importing a private module registers them. Seen in 2.11, 2.13."""
+RANDOM = frozenset({torch.ops.prims.inductor_random.default, torch.ops.prims.inductor_randint.default})
+"""Inductor's operators that make random numbers of a seed. Seen in 2.11, 2.13."""
 LOOKUP_SEED = torch.ops.prims.inductor_lookup_seed.default
 """Takes one of :data:`SEEDS` apart. Seen in 2.11, 2.13."""
 
@@ -49,6 +51,12 @@ def changes_inputs(target: Any) -> bool:
     """Whether the operator ``target`` writes into its arguments, as its schema says, which is private.
     Seen in 2.11, 2.13."""
     return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def place_of_argument(target: Any, name: str) -> int:
+    """Where the operator ``target`` takes its argument ``name``, as its schema says, which is private.
+    Seen in 2.11, 2.13."""
+    return next(at for at, argument in enumerate(target._schema.arguments) if argument.name == name)
 
 
 def is_recomputable(node: fx.Node) -> bool:

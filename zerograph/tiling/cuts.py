@@ -1,20 +1,22 @@
 """How operators treat dimensions that are cut: each keeps them, sums over them, or mixes them.
 
-Tokens are such dimensions (batch and sequence), and so is the hidden dimension of an MLP. In a part every value has as
-many dimensions as in the graph. Where several are cut, the last of them counts the part's, and the others are 1.
+Tokens are such dimensions (batch and sequence), and so are the batch alone and the hidden dimension of an MLP. In a
+part every value has as many dimensions as in the graph. Where several are cut, the last of them counts the part's, and
+the others are 1. The batch is one dimension, which may count something else within each sample: its tokens, its heads.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from zerograph.graph.attention import ATTENTION, ATTENTION_BACKWARD, is_random
 from zerograph.graph.nodes import aten
 from zerograph.graph.torch_private import OpOverload
 
@@ -23,25 +25,39 @@ prims = torch.ops.prims
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The dimensions ``dims`` of a value, in order, are cut."""
+    """The dimensions ``dims`` of a value, in order, are cut.
+
+    Attributes:
+        samples: of a cut between samples of a batch, how many there are; each has as many places of the dimension.
+            None where every place is by itself.
+    """
 
     dims: tuple[int, ...]
+    samples: int | None = None
 
     @property
     def dim(self) -> int:
         """The dimension that counts what is in a part."""
         return self.dims[-1]
 
+    def at(self, dims: Iterable[int]) -> Cut:
+        """The same, of a value that has it in ``dims``."""
+        return replace(self, dims=tuple(dims))
+
     def moved(self, by: int) -> Cut:
         """The same, ``by`` dimensions farther on."""
-        return Cut(tuple(dim + by for dim in self.dims))
+        return self.at(dim + by for dim in self.dims)
+
+    def places(self, node: fx.Node) -> int:
+        """Places of the dimension that belong to one of what is counted, in what ``node`` makes."""
+        return shape_of(node)[self.dim] // self.samples if self.samples else 1
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Those of ``shape`` that are cut."""
         return tuple(shape[dim] for dim in self.dims)
 
     def of_part(self, shape: Sequence[Any], count: int) -> list[Any]:
-        """``shape``, of a part that has ``count``."""
+        """``shape``, of a part that has ``count`` places of the dimension."""
         return [count if d == self.dim else 1 if d in self.dims else size for d, size in enumerate(shape)]
 
     def runs(self) -> list[tuple[int, int]]:
@@ -81,21 +97,37 @@ def cut_of_result(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
     """
     target: Any = node.target
     if target in SEVERAL:
-        return _of_several(node, cut)
+        own, gone = _of_several(node, cut), _unbound(node)
+        return own.at(d - int(gone < d) for d in own.dims) if gone is not None else own
     if target in PRODUCTS:
         *bias, left, right = node.args
         if left is not right and not {left, right}.intersection(bias) and not node.kwargs:
             if source in bias:
                 return cut.moved(2 - len(shape_of(source)))
-            return cut if cut == (ROWS if source is left else COLUMNS) else None
+            return cut if cut.dims == (ROWS if source is left else COLUMNS).dims else None
+    elif target in BATCHED:
+        if cut.dims == ROWS.dims:
+            return cut
+    elif target in ATTENTION:
+        return _of_attention(node, cut)
+    elif target is operator.getitem and source.target in ATTENTION:
+        return cut if _is_by_sample(node) else cut.at(())
     elif target in _REDUCTIONS:
         return _reduced(node, cut)
     elif target in VIEWS:
         return _viewed(node, shape_of(source), cut, shape_of(node))
     elif (order := _order(node)) is not None:
-        return _in_order(node, [order.index(d) for d in cut.dims])
+        return _in_order(node, cut, [order.index(d) for d in cut.dims])
     elif target is aten.unsqueeze.default:
-        return Cut(tuple(d + int(_dim(node) <= d) for d in cut.dims))
+        return cut.at(d + int(_dim(node) <= d) for d in cut.dims)
+    elif target in _SELECTS:
+        gone = _selected(node)
+        if target is aten.select_scatter.default:
+            cut = cut.at(d + int(gone <= d) for d in cut.dims) if source is not node.args[0] else cut
+            if gone not in cut.dims:
+                return cut
+        elif gone not in cut.dims:
+            return cut.at(d - int(gone < d) for d in cut.dims)
     elif _works_by_place(node, cut.moved(rise := len(shape_of(node)) - len(shape_of(source)))):
         return cut.moved(rise)
     raise Mixes(node, "is not known to treat every {} by itself")
@@ -114,18 +146,32 @@ def cut_of_operand(node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | Non
             return _aligned(node, source, cut) if cut is not None else None
         if cut is None:
             return COLUMNS if source is left else ROWS
-        return cut if cut == (ROWS if source is left else COLUMNS) else None
+        return cut if cut.dims == (ROWS if source is left else COLUMNS).dims else None
     if cut is not None:
         if target is operator.getitem and source.target in SEVERAL:
             return cut
+        if target is operator.getitem and source.target in ATTENTION:
+            return cut.at(ROWS.dims)
+        if target in BATCHED and cut.dims == ROWS.dims:
+            return cut if len(shape_of(source)) == 3 else _aligned(node, source, cut)
+        if target in ATTENTION:
+            return _given_to_attention(node, source, cut)
         if target in SEVERAL:
-            return _of_several(node, cut)
+            gone = _unbound(node)
+            return _of_several(node, cut.at(d + int(gone <= d) for d in cut.dims) if gone is not None else cut)
         if target in VIEWS:
             return _viewed(node, shape_of(node), cut, shape_of(source))
         if (order := _order(node)) is not None:
-            return _in_order(node, [order[d] for d in cut.dims])
+            return _in_order(node, cut, [order[d] for d in cut.dims])
         if target is aten.unsqueeze.default:
-            return Cut(tuple(d - int(_dim(node) < d) for d in cut.dims if d != _dim(node)))
+            return cut.at(d - int(_dim(node) < d) for d in cut.dims if d != _dim(node))
+        if target is aten.select.int:
+            return cut.at(d + int(_selected(node) <= d) for d in cut.dims)
+        if target is aten.select_scatter.default and _selected(node) not in cut.dims:
+            return cut if source is node.args[0] else cut.at(d - int(_selected(node) < d) for d in cut.dims)
+        if target in _REDUCTIONS:
+            gone = () if _keeps(node) else sorted(_over(node))
+            return cut.at(_with_dims(cut.dims, gone))
         if is_slice_of(node, cut):
             if source is sliced(node):
                 return cut
@@ -169,7 +215,7 @@ def shape_of(node: fx.Node) -> list[int]:
 
 
 def _of_several(node: fx.Node, cut: Cut) -> Cut:
-    """The cut of each of several tensors that ``node`` makes of one."""
+    """The cut of what ``node`` makes several tensors of, which each has too."""
     at, keeps = SEVERAL[node.target]
     named: Any = node.args[at] if len(node.args) > at else 0
     rank = len(shape_of(node.all_input_nodes[0]))
@@ -179,18 +225,59 @@ def _of_several(node: fx.Node, cut: Cut) -> Cut:
     return cut
 
 
+def _unbound(node: fx.Node) -> int | None:
+    """The dimension that each of several tensors lacks."""
+    return _dim_of_first(node, 1) if node.target is aten.unbind.int else None
+
+
+def _dim_of_first(node: fx.Node, at: int) -> int:
+    """Argument ``at``, as a dimension of the first one."""
+    dim: Any = node.args[at] if len(node.args) > at else 0
+    return dim % len(shape_of(node.all_input_nodes[0]))  # type: ignore[no-any-return]
+
+
+def _is_by_sample(node: fx.Node) -> bool:
+    """Whether a result of attention has the batch: a forward's are what it makes, and the logarithms of its sums."""
+    op, at = node.args
+    return isinstance(op, fx.Node) and (op.target in ATTENTION_BACKWARD or at in (0, 1))
+
+
+def _of_attention(node: fx.Node, cut: Cut) -> Cut:
+    """The cut of what attention makes: it treats every sample by itself, and draws no numbers without dropout."""
+    if cut.dims != ROWS.dims or not cut.samples:
+        raise Mixes(node, "looks at several {}s")
+    if is_random(node):
+        raise Mixes(node, "is random: a part of it would be another one")
+    return cut
+
+
+def _given_to_attention(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
+    cut = _of_attention(node, cut.at(ROWS.dims))
+    maker: Any = source.args[0] if source.target is operator.getitem else source
+    if maker.target in ATTENTION and not _is_by_sample(source):
+        return cut.at(())  # the state of a generator, which each part has for itself
+    shape = shape_of(source)
+    # A mask may be one for all samples.
+    return cut if shape and shape[0] == cut.samples else None
+
+
 def _works_by_place(node: fx.Node, cut: Cut) -> bool:
     target: Any = node.target
     if target in SLICES:
         return True  # along other dimensions, or a window
     if target in _ALONG:
-        return _dim(node) not in cut.dims
+        return _dim(node, _ALONG[target]) not in cut.dims
     return is_pointwise(target) or target in _ALSO_POINTWISE
 
 
-def _dim(node: fx.Node) -> int:
-    dim: Any = node.args[1] if len(node.args) > 1 else 0
+def _dim(node: fx.Node, at: int = 1) -> int:
+    dim: Any = node.args[at] if len(node.args) > at else 0
     return dim % len(shape_of(node))  # type: ignore[no-any-return]
+
+
+def _selected(node: fx.Node) -> int:
+    """The dimension of which one place is taken, or written."""
+    return _dim_of_first(node, _SELECTS[node.target])
 
 
 def _order(node: fx.Node) -> list[int] | None:
@@ -200,16 +287,16 @@ def _order(node: fx.Node) -> list[int] | None:
     return [1, 0] if node.target is aten.t.default else None
 
 
-def _in_order(node: fx.Node, dims: list[int]) -> Cut:
+def _in_order(node: fx.Node, cut: Cut, dims: list[int]) -> Cut:
     if dims != sorted(dims):
         raise Mixes(node, "puts sequence before batch")
-    return Cut(tuple(dims))
+    return cut.at(dims)
 
 
 def _aligned(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
     """The cut of what is broadcast to the result of ``node``."""
     shape, result = shape_of(source), shape_of(node)
-    own = Cut(tuple(d for d in cut.moved(len(shape) - len(result)).dims if d >= 0))
+    own = cut.at(d for d in cut.moved(len(shape) - len(result)).dims if d >= 0)
     sizes = own.sizes(shape)
     if sizes == cut.sizes(result):
         return own
@@ -220,24 +307,55 @@ def _aligned(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
 
 def _reduced(node: fx.Node, cut: Cut) -> Cut | None:
     """The cut of a reduction's result."""
-    rank = len(shape_of(node.all_input_nodes[0]))
-    named: Any = node.args[1] if len(node.args) > 1 and node.args[1] is not None else []
-    dims = {d % rank for d in (named if isinstance(named, (list, tuple)) else [named])} or set(range(rank))
+    dims = _over(node)
     over = dims & set(cut.dims)
     if not over:
-        keeps = len(node.args) > 2 and bool(node.args[2])
-        return cut if keeps else Cut(tuple(d - sum(gone < d for gone in dims) for d in cut.dims))
+        return cut if _keeps(node) else cut.at(d - sum(gone < d for gone in dims) for d in cut.dims)
     if len(over) < len(cut.dims) or node.target not in SUMS | MEANS:
         raise Mixes(node, "does more than sum over {}s")
     return None
+
+
+def _over(node: fx.Node) -> set[int]:
+    """The dimensions that a reduction is over."""
+    rank = len(shape_of(node.all_input_nodes[0]))
+    named: Any = node.args[1] if len(node.args) > 1 and node.args[1] is not None else []
+    return {d % rank for d in (named if isinstance(named, (list, tuple)) else [named])} or set(range(rank))
+
+
+def _keeps(node: fx.Node) -> bool:
+    """Whether a reduction leaves what it is over as dimensions of 1."""
+    return len(node.args) > 2 and bool(node.args[2])
+
+
+def _with_dims(dims: Iterable[int], gone: Sequence[int]) -> list[int]:
+    """Where ``dims`` of a reduction's result are in what it reads, which has those that are ``gone`` too."""
+    found = list(dims)
+    for each in gone:
+        found = [d + int(each <= d) for d in found]
+    return found
 
 
 def _viewed(node: fx.Node, before: Sequence[int], cut: Cut, after: Sequence[int]) -> Cut:
     """The cut of what has sizes ``before`` where it is seen with sizes ``after``."""
     dims: list[int] = []
     for first, last in cut.runs():
-        dims += _same_numbers(node, math.prod(before[:first]), math.prod(before[first:last]), after)
-    return Cut(tuple(dims))
+        ahead = math.prod(before[:first])
+        if cut.samples:
+            dims.append(_with_samples(node, ahead, cut.samples, after))
+        else:
+            dims += _same_numbers(node, ahead, math.prod(before[first:last]), after)
+    return cut.at(dims)
+
+
+def _with_samples(node: fx.Node, ahead: int, samples: int, sizes: Sequence[int]) -> int:
+    """The dimension of ``sizes`` that counts ``samples``, or places of them, behind others that count ``ahead``."""
+    for dim, size in enumerate(sizes):
+        if math.prod(sizes[:dim]) == ahead and size > 1:
+            if size % samples:
+                break
+            return dim
+    raise Mixes(node, "mixes {}s with something else")
 
 
 def _same_numbers(node: fx.Node, ahead: int, count: int, sizes: Sequence[int]) -> range:
@@ -251,6 +369,8 @@ def _same_numbers(node: fx.Node, ahead: int, count: int, sizes: Sequence[int]) -
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 """Products of two matrices."""
+BATCHED = frozenset({aten.bmm.default, aten.baddbmm.default})
+"""Products of as many pairs of matrices as their first dimension counts."""
 SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
 MEANS = frozenset({aten.mean.default, aten.mean.dim})
 """Means: over everything, the sum of the parts' means, each times its share."""
@@ -266,13 +386,18 @@ VIEWS = frozenset({
 })  # fmt: skip
 SEVERAL: Mapping[Any, tuple[int, str]] = {
     aten.split.Tensor: (2, ""), aten.split_with_sizes.default: (2, ""), aten.var_mean.correction: (1, "keepdim"),
+    aten.unbind.int: (1, ""),
 }  # fmt: skip
 """Operators that make several tensors, along which dimensions, and what says that these stay."""
+_SELECTS: Mapping[Any, int] = {aten.select.int: 1, aten.select_scatter.default: 2}
+"""Operators that take one place of a dimension, or write it, and where their arguments name the dimension."""
 _REDUCTIONS = SUMS | MEANS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.any.dims}
-_ALONG = frozenset({
-    aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.cat.default,
-})  # fmt: skip
-"""They work along one dimension, their second argument."""
+_ALONG: Mapping[Any, int] = {
+    **dict.fromkeys((aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default), 1),
+    **dict.fromkeys((aten.cat.default, aten.cumsum.default, aten._softmax.default, aten._log_softmax.default), 1),
+    **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), 2),
+}  # fmt: skip
+"""They work along one dimension, and where their arguments name it."""
 _ALSO_POINTWISE = frozenset({
     prims.convert_element_type.default, aten.alias.default, aten.clone.default, aten.expand.default, aten.full.default,
 })  # fmt: skip

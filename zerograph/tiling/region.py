@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.graph.attention import is_random
 from zerograph.graph.descent import descend
 from zerograph.graph.nodes import aten, is_made_of
-from zerograph.graph.torch_private import OpOverload
 from zerograph.tiling.cuts import PRODUCTS, SIZED, SLICES, VIEWS, Cut, Mixes, cut_of_operand, is_slice_of, sliced
 
 Counts = Callable[[fx.Node], bool]
@@ -69,7 +69,7 @@ class Growth:
         self.region.cuts[node] = cut
         if node.target in SLICES and any(isinstance(place, fx.Node) for place in node.args[SLICES[node.target] :]):
             raise Mixes(node, "slices at places that are not known before it runs")
-        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if is_random(node):
             raise Mixes(node, "is random: a part of it would be another one")
         self.entered(node, cut)
         for source in node.all_input_nodes:
@@ -118,7 +118,7 @@ def copies_of(
     nodes: Iterable[fx.Node],
     count: int,
     part: Callable[[fx.Node, fx.Node], fx.Node | None],
-    insert: Callable[[fx.Node, tuple[Any, ...]], fx.Node],
+    insert: Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], fx.Node],
 ) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
     """Insert ``nodes`` of the region for a part that has ``count``; yields what stands for each, one after another.
 
@@ -127,7 +127,7 @@ def copies_of(
 
     Args:
         part: of the argument from outside that an operator reads, what is cut; None where it is read whole.
-        insert: puts a call like a node's, with other arguments, into the graph.
+        insert: puts a call like a node's, with other arguments, by place and by name, into the graph.
     """
     copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -137,7 +137,7 @@ def copies_of(
             found = part(node, source) or copies.get(source)
             if found is None and _is_constant(source):
                 args = fx.node.map_arg(source.args, argument)
-                found = copies[source] = insert(source, args)  # type: ignore[arg-type]
+                found = copies[source] = insert(source, args, dict(source.kwargs))  # type: ignore[arg-type]
             return source if found is None else found
 
         if cut is not None and is_slice_of(node, cut):
@@ -151,8 +151,9 @@ def copies_of(
             continue
         if cut is not None and node.target in SIZED:
             at = SIZED[node.target]
-            args[at] = cut.of_part(args[at], count)
-        copies[node] = insert(node, tuple(args))
+            args[at] = cut.of_part(args[at], count * cut.places(node))
+        named = fx.node.map_arg(dict(node.kwargs), argument)  # type: ignore[arg-type]
+        copies[node] = insert(node, tuple(args), named)  # type: ignore[arg-type]
         yield node, (copies[node],)
 
 

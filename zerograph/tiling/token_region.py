@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from zerograph.core.plan import Plan
+from zerograph.graph.attention import ATTENTION
 from zerograph.graph.nodes import Activation
 from zerograph.tiling.cuts import PRODUCTS, ROWS, SEVERAL, Cut, Mixes, cut_of_result, is_slice_of, shape_of
 from zerograph.tiling.region import Counts, Growth, Region, copies_of
@@ -89,7 +90,7 @@ def copy_of_tile(
     region: NodeRegion,
     count: int,
     given: Mapping[tuple[fx.Node, Cut], fx.Node],
-    insert: Callable[[fx.Node, tuple[Any, ...]], fx.Node],
+    insert: Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], fx.Node],
 ) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """All of :func:`~zerograph.tiling.region.copies_of` for a tile of ``count`` tokens.
 
@@ -102,6 +103,13 @@ def copy_of_tile(
         return None if tokens is None else given[source, tokens]
 
     return dict(copies_of(region, region.nodes, count, part, insert))
+
+
+def memory_order(val: torch.Tensor) -> list[int] | None:
+    """The dimensions of ``val`` as they lie in memory; None where that is their order, or memory between them is not
+    its own."""
+    order = sorted(range(val.dim()), key=val.stride, reverse=True)
+    return order if not val.is_contiguous() and val.permute(order).is_contiguous() else None
 
 
 class RegionGrowth(Growth):
@@ -148,7 +156,8 @@ class RegionGrowth(Growth):
             return
         shape = shape_of(node)
         split = math.prod(shape[tokens.dims[0] : tokens.dim]) != math.prod(tokens.sizes(shape)[:-1])
-        if split or not node.meta["val"].is_contiguous():
+        val = node.meta["val"]
+        if split or not (val.is_contiguous() or (len(tokens.dims) == 1 and memory_order(val))):
             raise Mixes(node, "lies in memory in another order than its dimensions")
 
     def _users(self, node: fx.Node) -> list[fx.Node]:
@@ -193,7 +202,7 @@ class RegionGrowth(Growth):
             return
         if node.op == "output":
             raise Mixes(node, "returns logits, or what is as large")
-        if not isinstance(node.meta.get("val"), torch.Tensor) and node.target not in SEVERAL:
+        if not isinstance(node.meta.get("val"), torch.Tensor) and node.target not in SEVERAL.keys() | ATTENTION:
             raise Mixes(node, "makes several tensors of them")
         source = next(n for n in node.all_input_nodes if n in self.region.cuts)
         tokens = self.region.cuts[source]

@@ -17,7 +17,7 @@ from zerograph.core.plan import token_tiles
 from zerograph.graph.nodes import TokenTile, added, aten, call, computed, move_needed_before, part_of
 from zerograph.graph.ops import PLACE
 from zerograph.tiling.cuts import MEANS, Cut
-from zerograph.tiling.token_region import NodeRegion, copy_of_tile
+from zerograph.tiling.token_region import NodeRegion, copy_of_tile, memory_order
 
 prims = torch.ops.prims
 
@@ -60,15 +60,15 @@ class _TokenLoop:
         move_needed_before(first, inside.keys())
         return first
 
-    def _insert(self, count: int) -> Callable[[fx.Node, tuple[Any, ...]], fx.Node]:
+    def _insert(self, count: int) -> Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], fx.Node]:
         """Inserts an operator for ``count`` tokens; what it makes is asked of fake tensors once for all such tiles."""
 
-        def insert(node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        def insert(node: fx.Node, args: tuple[Any, ...], named: dict[str, Any]) -> fx.Node:
             if (node, count) in self.vals:
                 copy = call(self.graph, node.target, args, self.vals[node, count], node)
-                copy.kwargs = dict(node.kwargs)
+                copy.kwargs = named
             else:
-                copy = computed(self.graph, node.target, args, node, node.kwargs)
+                copy = computed(self.graph, node.target, args, node, named)
                 self.vals[node, count] = copy.meta["val"]
             copy.meta["zg"] = self.fact
             return copy
@@ -80,8 +80,8 @@ class _TokenLoop:
         views: dict[tuple[fx.Node, Cut], fx.Node] = {}
         for (_, source), tokens in self.region.given.items():
             if (source, tokens) not in views:
-                flat = self._flat(source, tokens)
-                views[source, tokens] = part_of(self.graph, flat, tokens.dim, begin, end, source)
+                flat, places = self._flat(source, tokens), tokens.places(source)
+                views[source, tokens] = part_of(self.graph, flat, tokens.dim, begin * places, end * places, source)
         return views
 
     def _flat(self, source: fx.Node, tokens: Cut) -> fx.Node:
@@ -128,13 +128,19 @@ class _TokenLoop:
                 share = (end - begin) / self.region.count
                 terms = [computed(self.graph, aten.mul.Tensor, (terms[0], share), node)]
             return added(self.graph, terms, into, node)
-        shape = tokens.of_part(node.meta["val"].shape, self.region.count)
-        val = node.meta["val"].new_empty(shape)
-        return call(self.graph, PLACE, (terms, into, shape, tokens.dim, begin), val, node)
+        val, places = node.meta["val"], tokens.places(node)
+        shape, dim = tokens.of_part(val.shape, self.region.count * places), tokens.dim
+        if (order := memory_order(val)) is not None and len(tokens.dims) == 1:
+            terms = [computed(self.graph, aten.permute.default, (terms[0], order), node)]
+            shape, dim = [shape[d] for d in order], order.index(dim)
+        return call(self.graph, PLACE, (terms, into, shape, dim, begin * places), val.new_empty(shape), node)
 
     def _as_before(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """``made``, the result of the tiles, with the shape and dtype of ``node``."""
         val, tokens = node.meta["val"], self.region.cuts[node]
+        if tokens is not None and (order := memory_order(val)) is not None and len(tokens.dims) == 1:
+            back = [order.index(dim) for dim in range(len(order))]
+            return computed(self.graph, aten.permute.default, (made, back), node)
         if tokens is not None and self.region.counts_all(node, tokens):
             made = self._among_zeros(made, tokens.dim)
         if made.meta["val"].shape != val.shape:

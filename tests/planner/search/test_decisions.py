@@ -118,7 +118,8 @@ def test_every_decision_is_turned_by_the_search() -> None:
             moved |= {name for name in decided(Plan) if getattr(plan, name) != getattr(changed, name)}
             for old, new in zip(plan.buckets, changed.buckets, strict=True):
                 moved |= {f"bucket.{name}" for name in decided(Bucket) if getattr(old, name) != getattr(new, name)}
-    fixed = {"stage", "world_size", "replicas", "save_others", "loss_tiles", "token_tiles", "update", "overlap"}
+    fixed = {"stage", "world_size", "replicas", "save_others", "loss_tiles", "token_tiles", "by_sample", "update"}
+    fixed |= {"overlap"}
     of_buckets = {f"bucket.{name}" for name in decided(Bucket) if name not in ("dim", "loop")}
     assert moved == set(decided(Plan)) - fixed | of_buckets
 

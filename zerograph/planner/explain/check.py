@@ -19,6 +19,7 @@ from zerograph.core.step import Op, Param, Step, layer_of, layer_of_activation
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.tiling import unknown_loops
+from zerograph.planner.profile.token_tiles import regions_of
 
 BEFORE = -1
 """The task that stands for the start of the step."""
@@ -139,7 +140,7 @@ def _loss(step: Step, plan: Plan) -> Iterator[Found]:
 
 
 def _token_regions(step: Step, plan: Plan) -> Iterator[Found]:
-    by_token = {region.activation: region for region in step.token_regions}
+    by_token = {region.activation: region for region in regions_of(step, plan.by_sample)}
     tiled = {param.name for bucket in plan.buckets if bucket.tiles > 1 for param in bucket.params}
     for name in plan.token_regions:
         if name not in by_token:

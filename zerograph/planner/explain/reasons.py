@@ -66,8 +66,12 @@ def reasons(
         yield Reason("loss", f"in {plan.loss_tiles} tiles of tokens", "logits never exist whole")
     if plan.token_tiles > 1:
         layers = len(plan.token_regions)
-        text = f"MLPs of {layers} layer{'s' * (layers > 1)} in {plan.token_tiles} tiles of tokens"
-        yield Reason("tokens", text, "no tensor wider than the model is whole; each tile reads their weights again")
+        text = f"{layers} layer{'s' * (layers > 1)} in {plan.token_tiles} tiles of "
+        if plan.by_sample:
+            yield Reason("tokens", f"{text}whole samples", "a layer's weights are fetched and gathered once for all")
+        else:
+            why = "no tensor wider than the model is whole; each tile reads their weights again"
+            yield Reason("tokens", f"MLPs of {text}tokens", why)
     for loop, own in plan.loops().items():
         yield Reason(
             loop, f"in one loop of {own[0].tiles} tiles over its hidden dimension", "its middle is never whole"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, GivenPlan, Plan
@@ -13,6 +14,7 @@ from zerograph.core.units import format_ranks
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.tiling import strange_loops, unknown_loops
+from zerograph.planner.profile.token_tiles import regions_of
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +60,11 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     if not plan.save and not plan.offload and not plan.head and not plan.token_regions:
         return plan
     made = {op.activation for op in step.ops}
-    by_token = {region.activation for region in step.token_regions}
+    by_token = {region.activation for region in regions_of(step, plan.by_sample)}
     regions = tuple(name for name in plan.token_regions if name in by_token)
     if regions != plan.token_regions:
-        plan = replace(plan, token_tiles=plan.token_tiles if regions else 1, token_regions=regions)
+        tiled = {"token_tiles": plan.token_tiles, "by_sample": plan.by_sample} if regions else _UNTILED
+        plan = replace(plan, token_regions=regions, **tiled)
     if plan.head not in made or step.untiled_logits:
         if plan.head and step.untiled_logits:
             tiles = f"{plan.loss_tiles} tiles of the loss were planned"
@@ -113,7 +116,7 @@ def _of_activations(plan: Plan, step: Step) -> Plan:
 
 def _without_activations(plan: Plan) -> Plan:
     """``plan`` without what it decides of activations."""
-    return replace(plan, recompute=(), save=(), offload=(), loss_tiles=1, head="", token_tiles=1, token_regions=())
+    return replace(plan, recompute=(), save=(), offload=(), loss_tiles=1, head="", token_regions=(), **_UNTILED)
 
 
 def _loops_of(plan: Plan, step: Step) -> Plan:
@@ -165,7 +168,7 @@ def _layers(plan: Plan, step: Step) -> Iterator[str]:
     yield from (f"{name} is saved in the plan, and not made here" for name in plan.save if name not in made)
     if plan.head and plan.head not in made:
         yield f"{plan.head} is made in {plan.loss_tiles} tiles in the plan, and not made here"
-    by_token = {region.activation for region in step.token_regions}
+    by_token = {region.activation for region in regions_of(step, plan.by_sample)}
     yield from (
         f"{name} is made in {plan.token_tiles} tiles of tokens in the plan, and cannot be here"
         for name in plan.token_regions
@@ -198,3 +201,6 @@ def _refuse(given: GivenPlan, differences: list[str]) -> None:
 
 def _text(value: object) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+_UNTILED: dict[str, Any] = {"token_tiles": 1, "by_sample": False}

@@ -1,14 +1,15 @@
-"""Layers by tile over tokens: what their MLPs make exists for the tokens of a tile at a time.
+"""Layers by tile over tokens: what their MLPs make, or all that they make, exists for the tokens of a tile at a time.
 
 In a recomputed layer nothing of an MLP waits for the backward, so that it can run for some tokens at a time, forward
-and backward, with the norm and the residual around it. Like a loss in tiles (:mod:`~zerograph.planner.profile.loss`)
-that is a step with other numbers: schedules, forecasts and checks need not know of it.
+and backward, with the norm and the residual around it. For whole samples at a time all of the layer can. Like a loss in
+tiles (:mod:`~zerograph.planner.profile.loss`) that is a step with other numbers: schedules, forecasts and checks need
+not know of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from zerograph.core.plan import Plan
@@ -20,30 +21,50 @@ TOKEN_TILES = (4, 16)
 """Numbers of tiles that are looked at where nothing fits with tokens whole."""
 
 
-def with_token_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
+def with_token_tiles(plan: Plan, step: Step, tiles: int, by_sample: bool = False) -> Plan:
     """``plan`` with its recomputed layers in ``tiles`` over tokens, as far as they can be and their weights are untiled
     while they are used."""
-    found = tuple(region.activation for region in _regions(plan, step)) if tiles > 1 else ()
-    return replace(plan, token_tiles=tiles if found else 1, token_regions=found)
+    found = tuple(region.activation for region in _regions(plan, step, by_sample)) if tiles > 1 else ()
+    return replace(plan, token_tiles=tiles if found else 1, token_regions=found, by_sample=by_sample and bool(found))
 
 
-def in_token_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
+def in_token_tiles(plan: Plan, step: Step, tiles: int, by_sample: bool = False) -> Plan:
     """:func:`with_token_tiles`, which the user asked for; warns where no layer can be."""
-    found = with_token_tiles(plan, step, tiles)
-    if tiles > 1 and plan.recompute and not found.token_regions:
+    found = with_token_tiles(plan, step, tiles, by_sample)
+    whole = [(layer, why) for layer, why in step.whole_batches if layer in plan.recompute]
+    if by_sample and whole:
+        layer, why = whole[0]  # the others are like it, most often
+        log.warning(
+            "batch_tiles=%d: %d layers run for the whole batch at once, %s because %s", tiles, len(whole), layer, why
+        )
+    elif not by_sample and tiles > 1 and plan.recompute and not found.token_regions:
         why = (
             "the weights of their MLPs are in tiles"
-            if step.token_regions
+            if regions_of(step, by_sample)
             else "none has an MLP of linear layers, each token by itself, of a fixed number of tokens"
         )
         log.warning("token_tiles=%d: layers run for all tokens at once, because %s", tiles, why)
     return found
 
 
-def _regions(plan: Plan, step: Step) -> list[TokenRegion]:
+def _regions(plan: Plan, step: Step, by_sample: bool) -> list[TokenRegion]:
     layers = frozenset(plan.recompute)
     tiled = {param.name for bucket in plan.buckets if bucket.tiles > 1 for param in bucket.params}
-    return [region for region in step.token_regions if region.layer in layers and tiled.isdisjoint(region.params)]
+    fitting = (region for region in regions_of(step, by_sample) if region.layer in layers)
+    return [region for region in fitting if tiled.isdisjoint(region.params)]
+
+
+def regions_of(step: Step, by_sample: bool) -> list[TokenRegion]:
+    """The regions of ``step`` that run for some tokens, or for whole samples."""
+    return [region for region in step.token_regions if (region.samples is not None) == by_sample]
+
+
+def tiles_to_try(step: Step) -> Iterator[tuple[int, bool]]:
+    """The numbers of tiles that are looked at, and whether they are of whole samples."""
+    if regions_of(step, by_sample=False):
+        yield from ((tiles, False) for tiles in TOKEN_TILES)
+    for samples in sorted({region.samples for region in step.token_regions if region.samples is not None})[:1]:
+        yield from ((tiles, True) for tiles in sorted({min(tiles, samples) for tiles in TOKEN_TILES}))
 
 
 def by_token(step: Step, regions: Collection[TokenRegion], tiles: int) -> Step:

@@ -34,6 +34,7 @@ def plan_step(
     overlap: Overlap = "none",
     tiles: Mapping[str, int] | None = None,
     replicas: int = 1,
+    whole_layers: bool = False,
 ) -> Plan:
     """The plan for ``step`` at a fixed stage.
 
@@ -41,7 +42,8 @@ def plan_step(
         step: the traced step; its parameters are in order of first use.
         stage: 0 to 3; from stage 3 on, parameters are unsharded only while they are used.
         world_size: ranks to shard over.
-        bucket_size: bytes of gathered parameters per bucket, at most, unless one parameter is larger.
+        bucket_size: bytes of gathered parameters per bucket, at most, unless one parameter is larger or layers are
+            whole.
         prefetch: buckets gathered ahead.
         recompute: which activations the backward computes again, see :class:`~zerograph.core.config.Config`.
         placement: of buckets with trained parameters.
@@ -50,12 +52,13 @@ def plan_step(
         overlap: what updates of states off the device run beside.
         tiles: of parameters that are in several, by name; each has a bucket of its own.
         replicas: ranks that hold the same shards.
+        whole_layers: whether the parameters of a repeated layer share a bucket, however large.
     """
     tiles = tiles or {}
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
         Bucket(index, _name(params), params, residency, _placement(params, placement), tiles.get(params[0].name, 1))
-        for index, params in enumerate(_buckets(step.params, bucket_size, tiles))
+        for index, params in enumerate(_buckets(step.params, bucket_size, tiles, whole_layers))
     )
     return Plan(
         stage=stage,
@@ -107,16 +110,18 @@ def _layers(step: Step, asked: str) -> list[str]:
 _SHARES = {"auto": 0.0, "none": 0.0, "full": 1.0}
 
 
-def _buckets(params: Sequence[Param], limit: int, alone: Container[str]) -> list[tuple[Param, ...]]:
+def _buckets(params: Sequence[Param], limit: int, alone: Container[str], whole_layers: bool) -> list[tuple[Param, ...]]:
     place = {p.name: at for at, p in enumerate(params)}
-    found = _group((p for p in params if p.name not in alone), limit) + [(p,) for p in params if p.name in alone]
+    found = _group((p for p in params if p.name not in alone), limit, whole_layers)
+    found += [(p,) for p in params if p.name in alone]
     return sorted(found, key=lambda group: min(place[p.name] for p in group))
 
 
-def _group(params: Iterable[Param], limit: int) -> list[tuple[Param, ...]]:
-    layers = (tuple(members) for _, members in groupby(params, key=lambda p: layer_of_param(p.name)))
+def _group(params: Iterable[Param], limit: int, whole_layers: bool) -> list[tuple[Param, ...]]:
+    layers = ((layer, tuple(members)) for layer, members in groupby(params, key=lambda p: layer_of_param(p.name)))
+    parts = (part for layer, own in layers for part in ([own] if layer and whole_layers else _split(own, limit)))
     # Only small ones: a block that shares a bucket with half of the next would no longer repeat.
-    return _packed((part for layer in layers for part in _split(layer, limit)), limit // _SMALL)
+    return _packed(parts, limit // _SMALL)
 
 
 def _split(params: tuple[Param, ...], limit: int) -> list[tuple[Param, ...]]:

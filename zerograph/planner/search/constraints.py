@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from zerograph.core.config import DEFAULT_PREFETCH, Config, Recompute, TileOption
@@ -38,6 +39,7 @@ class Constraints:
         loss: tiles of the loss; "auto" looks at some, None too where ``tile`` does and the plan need not be
             executable.
         tokens: tiles of tokens in layers, all of which are then recomputed; "auto" looks at some, None at none.
+        by_sample: whether tiles whose number is fixed are of whole samples.
         tiling: of which parameters the number of tiles is fixed, as in :class:`~zerograph.core.config.Config`.
         update: where states on the host are updated; on the device only what the host has can be.
         overlap: what updates of states off the device run beside, by the optimizer's argument of that name; "auto" is
@@ -56,6 +58,7 @@ class Constraints:
     tile: bool | None = None
     loss: int | Literal["auto"] | None = None
     tokens: int | Literal["auto"] | None = None
+    by_sample: bool = False
     tiling: TileOption = "auto"
     update: Update = "host"
     overlap: Overlap | Literal["auto"] = "none"
@@ -78,7 +81,8 @@ class Constraints:
             "tier": config.tier,
             "saved": None if config.activations == "auto" else config.saved,
             "loss": None if config.loss_tiles == "auto" else config.loss_tiles,
-            "tokens": None if config.token_tiles == "auto" else config.token_tiles,
+            "tokens": None if config.layer_tiles == "auto" else config.layer_tiles,
+            "by_sample": config.by_sample,
             "update": config.update,
             "tile": None if config.tile == "auto" else False,
             "tiling": config.tile,
@@ -137,5 +141,5 @@ def fixed_once(constraints: Constraints, tiers: Sequence[Tier]) -> Iterator[Cons
 
 
 def same_variants(constraints: Constraints, other: Constraints) -> bool:
-    ours, theirs = ((one.recompute, one.tiles, one.bucket_size, one.saved, one.tokens) for one in (constraints, other))
-    return ours == theirs
+    said = attrgetter("recompute", "tiles", "bucket_size", "saved", "tokens", "by_sample")
+    return bool(said(constraints) == said(other))

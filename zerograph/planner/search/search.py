@@ -203,7 +203,7 @@ def _look(constraints: Constraints, few: Sequence[SearchSpace], tiers: Sequence[
     placements = open_placements(constraints.offload, tiers, constraints.sharding)
     leaves = bool(tiers) or constraints.tiles
     fixed = constraints.loss not in (None, "auto") and constraints.tokens != "auto"
-    stay = [space for space in few if variant_of(space.plan) == (1, 1) or not leaves or fixed]
+    stay = [space for space in few if variant_of(space.plan) == (1, 1, False) or not leaves or fixed]
     stays = {space: staying(space, constraints) for space in stay if DEVICE in placements}
     return stays, {space: all_decisions(space, constraints, placements, tiers) for space in few if leaves}
 

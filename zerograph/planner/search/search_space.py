@@ -52,6 +52,11 @@ class Candidate:
         return sum(mine != theirs for pair in pairs for mine, theirs in zip(*pair, strict=True))
 
     @property
+    def leaves_device(self) -> bool:
+        """Whether anything is on another tier."""
+        return any(self.peaks[1:])
+
+    @property
     def held(self) -> int:
         """Bytes that the device holds between steps."""
         moved = self.space.scheduler.moved(self.plan)
@@ -140,9 +145,9 @@ def overrun(peaks: Iterable[int], budget: Iterable[int]) -> tuple[float, int, Ti
     return max(shares, key=itemgetter(0))
 
 
-def variant_of(plan: Plan) -> tuple[int, int]:
-    """Tiles of the loss, and of tokens."""
-    return plan.loss_tiles, plan.token_tiles
+def variant_of(plan: Plan) -> tuple[int, int, bool]:
+    """Tiles of the loss, and of tokens, and whether these are of whole samples."""
+    return plan.loss_tiles, plan.token_tiles, plan.by_sample
 
 
 def frontier(found: Iterable[Candidate]) -> list[Candidate]:

@@ -13,7 +13,7 @@ from zerograph.planner.profile.liveness import Graph, Mode
 from zerograph.planner.profile.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled, with_loss_tiles
 from zerograph.planner.profile.regions import Profile, profile
 from zerograph.planner.profile.tiling import in_loops, looped, tiles_wanted
-from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, with_token_tiles
+from zerograph.planner.profile.token_tiles import by_token, regions_of, tiles_to_try, with_token_tiles
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step, recomputed_layers
 from zerograph.planner.search.constraints import Constraints
@@ -37,6 +37,7 @@ class Variant(NamedTuple):
     loss_tiles: int = 1
     head: Head | None = None
     token_tiles: int = 1
+    by_sample: bool = False
 
 
 def variants_of(graph: Graph, constraints: Constraints, machine: Machine) -> list[Variant]:
@@ -57,17 +58,23 @@ def variants_of(graph: Graph, constraints: Constraints, machine: Machine) -> lis
     losses = (1, *_loss_tiles(constraints, head)) if head is not None else (1,)
     if isinstance(constraints.loss, int):
         losses = losses[-1:]
-    regions = _regions(graph.step, constraints) if constraints.tokens not in (None, 1) else []
-    tokens: tuple[int, ...] = (1,)
-    if regions:
-        tokens = (constraints.tokens,) if isinstance(constraints.tokens, int) else (1, *TOKEN_TILES)
-    found = []
-    for number in tokens:
+    tokens = [(1, False)]
+    if isinstance(constraints.tokens, int):
+        tokens = [(constraints.tokens, constraints.by_sample)]
+    elif constraints.tokens == "auto":
+        tokens += tiles_to_try(graph.step)
+    found: list[Variant] = []
+    for number, by_sample in tokens:
+        regions = _regions(graph.step, constraints, by_sample) if number > 1 else []
+        if not regions:
+            number = 1
+            if found:
+                continue
         step = by_token(graph.step, regions, number) if number > 1 else graph.step
         for tiles in losses:
             here = tiled(step, head, tiles) if head is not None and tiles > 1 else step
             profiled = profile(graph if here is graph.step else here, base, saved_sets)
-            found.append(Variant(profiled, tiles, head if tiles > 1 else None, number))
+            found.append(Variant(profiled, tiles, head if tiles > 1 else None, number, by_sample and number > 1))
     return found
 
 
@@ -77,13 +84,13 @@ def _loss_tiles(constraints: Constraints, head: Head) -> tuple[int, ...]:
     return loss_tiles(head, constraints.bucket_size or DEFAULT_BUCKET_SIZE) if constraints.loss is None else LOSS_TILES
 
 
-def _regions(step: Step, constraints: Constraints) -> list[TokenRegion]:
+def _regions(step: Step, constraints: Constraints, by_sample: bool) -> list[TokenRegion]:
     """The regions in tiles of tokens where any is: in layers that are recomputed, with weights that are untiled."""
     layers = recomputed_layers(step, "full" if constraints.recompute == "auto" else constraints.recompute)
     tiled = tiles_wanted(
         constraints.tiling, step, constraints.world_size, constraints.bucket_size or DEFAULT_BUCKET_SIZE
     )
-    return [r for r in step.token_regions if r.layer in layers and tiled.keys().isdisjoint(r.params)]
+    return [r for r in regions_of(step, by_sample) if r.layer in layers and tiled.keys().isdisjoint(r.params)]
 
 
 def _in_loops(graph: Graph, constraints: Constraints) -> Graph:
@@ -128,13 +135,14 @@ def spaces_of(
             update=constraints.update,
             overlap="none" if constraints.overlap == "auto" else constraints.overlap,
             tiles=tiles_wanted(constraints.tiling, step, constraints.world_size, size),
+            whole_layers=variant.by_sample,
         )
         untiled: tuple[str, ...] = ()
         if variant.head is not None:
             plan, untiled = with_loss_tiles(plan, variant.head, variant.loss_tiles), variant.head.params
         if variant.token_tiles > 1:
-            plan = with_token_tiles(plan, step, variant.token_tiles)
-            untiled += tuple(name for region in step.token_regions for name in region.params)
+            plan = with_token_tiles(plan, step, variant.token_tiles, variant.by_sample)
+            untiled += tuple(name for region in regions_of(step, variant.by_sample) for name in region.params)
         # A model smaller than a bucket gets the same buckets for several sizes.
         if plan not in seen:
             seen.add(plan)

@@ -1,0 +1,237 @@
+"""Layers that run for a part of the batch at a time compute what they compute in one piece: losses and gradients, at
+any world size, wherever shards and activations are."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics.compare import assert_same
+from numerics.test_tiled_loss import Trained, assert_alike, sgd, trains
+from numerics.test_token_tiles import LENGTH, WORDS, Middle, alone, gelu, made, swiglu, twice
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.core.errors import ConfigError
+from zerograph.core.instructions import Accumulate, Gather, Place, Reduce
+
+BATCH = 6
+
+
+def made_of(middle: Middle, *given: Any) -> tuple[torch.nn.Module, tuple[Tensor]]:
+    return made(middle, *given)[0], (torch.zeros(BATCH, LENGTH, dtype=torch.int64),)
+
+
+def trained(middle: Middle, *given: Any, run: Any = harness.run, world_size: int = 1, **options: Any) -> list[Trained]:
+    """By rank."""
+    script = partial(trains, WORDS, (BATCH * world_size, LENGTH), alone)
+    return run(world_size, script, made_of, middle, *given, optimizer=sgd, **options)
+
+
+exact = partial(trained, run=harness.run_here, dtype=torch.float64)
+
+
+def assert_in_parts(found: Trained, tiles: int) -> None:
+    assert found.plan.by_sample and found.plan.token_tiles == tiles
+    assert found.plan.token_regions and len(found.plan.token_regions) == len(found.plan.recompute) == 2
+    for kind, ends in (("forward", Place), ("backward", Accumulate)):
+        done = [i for i in found.program[kind].instructions if isinstance(i, ends)]
+        assert len(done) >= 2 * min(tiles, 3) - 2  # six samples make three parts of two, where four were asked for
+
+
+@pytest.mark.parametrize("middle", [gelu, swiglu, twice], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("tiles", [2, 4])
+def test_every_layer_is_the_same_in_parts(middle: Middle, tiles: int) -> None:
+    found = trained(middle, batch_tiles=tiles)
+    assert_in_parts(found[0], tiles)
+    assert_alike(found, exact(middle))
+
+
+def test_compiled_beside_a_loss_in_tiles() -> None:
+    found = trained(swiglu, run=harness.run_here, batch_tiles=3, loss_tiles=2, compute="inductor")
+    assert_in_parts(found[0], 3)
+    assert_alike(found, exact(swiglu))
+    assert "frame 0: head and loss in 2 tiles of tokens, 2 layers in 3 parts of the batch" in found[0].report
+
+
+@pytest.mark.parametrize("compute", ["eager", "inductor"])
+def test_dropout_draws_the_same_numbers(compute: str) -> None:
+    untiled = trained(gelu, False, 0.2, run=harness.run_here, recompute="full", compute=compute)
+    found = trained(gelu, False, 0.2, run=harness.run_here, batch_tiles=3, compute=compute)
+    assert_in_parts(found[0], 3)
+    assert_alike(found, untiled)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_wherever_shards_and_activations_are_the_bits_are_the_same(world_size: int, tmp_path: Path) -> None:
+    train = partial(trained, gelu, world_size=world_size, batch_tiles=2)
+    found = train(stage=3)
+    assert_in_parts(found[0], 2)
+    assert_alike(found, exact(gelu, world_size=world_size))
+    others: list[dict[str, Any]] = [
+        {"stage": 3, "activations": "nvme", "path": str(tmp_path)},
+        {"stage": 3, "offload": "parameters", "path": str(tmp_path)},
+        *({"stage": stage} for stage in (1, 2) if world_size > 1),
+        *([{"run": harness.run_processes, "stage": 3}] * (world_size - 1)),
+    ]
+    for options in others:
+        for ours, theirs in zip(train(**options), found, strict=True):
+            assert torch.equal(ours.losses, theirs.losses), options
+            assert_same(ours.grads, theirs.grads)
+
+
+def test_each_layer_is_gathered_once_in_each_direction() -> None:
+    found = trained(swiglu, world_size=2, batch_tiles=3, bucket_size=1)
+    for kind in ("forward", "backward"):
+        gathers = [i.bucket for i in found[0].program[kind].instructions if isinstance(i, Gather)]
+        layers = {b.index for b in found[0].plan.buckets if b.name.startswith("layers.")}
+        assert len(layers) == 2  # one of each, however small buckets are to be
+        assert sorted(bucket for bucket in gathers if bucket in layers) == sorted(layers)
+    reduced = [i.bucket for i in found[0].program["backward"].instructions if isinstance(i, Reduce)]
+    assert len(reduced) == len(set(reduced))
+
+
+def test_half_of_the_layers() -> None:
+    found = trained(gelu, batch_tiles=2, recompute=0.5)
+    plan = found[0].plan
+    assert plan.by_sample and plan.token_regions == (f"{plan.recompute[0]}.up:addmm",)
+    assert_alike(found, exact(gelu))
+
+
+class Mixed(nn.Module):
+    """Layers of which the first may look at all samples."""
+
+    def __init__(self, mixes: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Looks(mixes and i == 0) for i in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Looks(nn.Module):
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.mixes = nn.Linear(8, 32), nn.Linear(32, 8), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.relu(self.up(x)))
+        return x + (y - y.cumsum(0) if self.mixes else y)
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    torch._dynamo.reset()
+    backend = zerograph.backend(compute="eager", **options)
+    model.compile(backend=backend, dynamic=False)
+    return backend
+
+
+def test_a_layer_that_looks_at_several_samples_is_whole_and_the_warning_names_the_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(4, 3, 8)
+    truth = copy.deepcopy(model)
+    backend = compiled(model, batch_tiles=2)
+    model(x).backward()
+    truth(x).backward()
+    assert "1 layers run for the whole batch at once, layers.0 because aten.cumsum.default is not known" in caplog.text
+    assert "treat every sample by itself (" in caplog.text and "test_batch_tiles.py:" in caplog.text
+    assert backend.plan.token_regions == ("layers.1.up:addmm",)
+    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("samples", "why"), [(1, "has a batch of 1"), (0, "has a batch of 0")])
+def test_a_batch_that_cannot_be_divided_runs_whole(samples: int, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Mixed(mixes=False)
+    compiled(model, batch_tiles=2)
+    model(torch.zeros(samples, 3, 8)).backward()
+    assert why in caplog.text
+    assert model.layers[0].up.weight.grad is not None
+
+
+def test_evaluation_and_other_batches_between_steps() -> None:
+    torch.manual_seed(0)
+    model = Mixed(mixes=False)
+    truth = copy.deepcopy(model)
+    compiled(model, batch_tiles=2)
+    for samples in (4, 5, 1, 4):
+        x = torch.randn(samples, 3, 8)
+        with torch.no_grad():
+            assert torch.allclose(model(x), truth(x), atol=1e-6)
+        model.zero_grad()
+        truth.zero_grad()
+        model(x).backward()
+        truth(x).backward()
+        for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+            assert torch.allclose(ours.grad, theirs.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"batch_tiles": 0}, "batch_tiles must be"),
+        ({"batch_tiles": True}, "batch_tiles must be"),
+        ({"batch_tiles": 2, "recompute": "none"}, "layers that are saved are whole"),
+        ({"batch_tiles": 2, "token_tiles": 2}, "a layer is divided in one way"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        zerograph.backend(**options)
+
+
+@pytest.mark.slow
+def test_twenty_steps_are_those_of_the_whole_batch() -> None:
+    """With dropout, and attention that takes query, key and value apart as timm does."""
+    torch.manual_seed(0)
+    model = Twenty()
+    truth = copy.deepcopy(model)
+    losses: dict[str, list[float]] = {"parts": [], "whole": []}
+    for name, one, options in (("parts", model, {"batch_tiles": 4}), ("whole", truth, {"recompute": "full"})):
+        compiled(one, **options)
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
+        torch.manual_seed(1)
+        for _ in range(20):
+            loss = one(torch.randn(8, 5, 16))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append(loss.item())
+    for ours, theirs in zip(*losses.values(), strict=True):
+        assert abs(ours - theirs) <= 1e-6 * abs(theirs)
+
+
+class Twenty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attends() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - 1).square().mean()
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, width = x.shape
+        heads = self.qkv(self.norm(x)).reshape(samples, tokens, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind(0)
+        weights = (query @ key.transpose(-2, -1) / 2).softmax(-1)
+        x = x + self.drop(self.out((weights @ value).transpose(1, 2).reshape(samples, tokens, width)))
+        return x + self.drop(self.down(F.gelu(self.up(x))))

@@ -1,0 +1,91 @@
+"""A repeated layer that runs for some samples of the batch at a time, all of it.
+
+The region (:mod:`zerograph.tiling.token_region`) begins at the layer's widest product. It takes in all of the layer
+that has the batch: attention and norms work on each sample by itself, and gradients of weights are sums over samples.
+What looks at several samples (batch norm, experts that pick tokens by index) leaves the layer whole. Random numbers are
+drawn for the whole batch in front, so that they are those of the layer in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from zerograph.graph.attention import ATTENTION, is_random
+from zerograph.graph.layers import layer_of_node
+from zerograph.graph.nodes import is_view
+from zerograph.graph.ops import INSTRUCTIONS
+from zerograph.tiling.cuts import ROWS, Cut, Mixes, cut_of_result, is_pointwise, is_slice_of, shape_of
+from zerograph.tiling.token_region import NodeRegion, RegionGrowth
+
+
+def batch_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> NodeRegion:
+    """The region of the layer of ``product``, the widest that it makes of rows that are the batch's.
+
+    Args:
+        counts: whether a node that reads something is part of what is looked at.
+
+    Raises:
+        Mixes: something looks at several samples at once, or the batch cannot be divided.
+    """
+    samples = _samples_of(product)
+    if not isinstance(samples, int):
+        raise Mixes(product, "has a batch whose size is not known before it runs")
+    if samples < 2:
+        raise Mixes(product, f"has a batch of {samples}")
+    growth = _BatchGrowth(product, NodeRegion(count=samples, large=0), counts)
+    try:
+        growth.grow()
+    except Mixes as error:
+        error.place = "sample"
+        raise
+    return growth.region
+
+
+def _samples_of(product: fx.Node) -> object:
+    """The first dimension of what the rows of ``product`` were before they became rows."""
+    node: fx.Node = product.args[-2]  # type: ignore[assignment]
+    while len(shape_of(node)) == 2 and (is_view(node) or is_pointwise(node.target)):
+        node = node.args[0]  # type: ignore[assignment]
+    return shape_of(node)[0]
+
+
+class _BatchGrowth(RegionGrowth):
+    """Takes in all of a layer that depends on the batch."""
+
+    def grow(self) -> None:
+        """Take in what makes and what reads anything inside, in the layer, and what lies between."""
+        self.layer = layer_of_node(self.product)
+        self.enter(self.product, Cut(ROWS.dims, self.region.count))
+        done: set[fx.Node] = set()
+        while waiting := [node for node in self.region.nodes if node not in done]:
+            for node in waiting:
+                done.add(node)
+                for user in self._users(node) if self.region.cuts[node] is not None else ():
+                    if user.op == "call_function" and self._is_of_layer(user):
+                        self.enter_behind(user)
+            for node in self.between():
+                self.enter_behind(node)
+        self.check_exits()
+
+    def _is_of_layer(self, node: fx.Node) -> bool:
+        # Parts of another layer, written already, take views of what this one makes.
+        return layer_of_node(node) == self.layer and node.target not in INSTRUCTIONS
+
+    def entered(self, node: fx.Node, cut: Cut | None) -> None:
+        if cut is not None and is_slice_of(node, cut):
+            raise Mixes(node, "takes some {}s")
+        super().entered(node, cut)
+        if node.target in ATTENTION and cut is not None:
+            self.region.cuts.update((part, cut_of_result(part, node, cut)) for part in self._users(node))
+
+    def operand(self, node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | None:
+        found = super().operand(node, source, cut)
+        # Of a sum over samples, nothing but the region says how many there are.
+        return Cut(found.dims, self.region.count) if found is not None else None
+
+    def makes(self, node: fx.Node, source: fx.Node, cut: Cut) -> bool:
+        # A mask that other layers read too exists whole for them.
+        own = self._is_of_layer(source) and all(map(self._is_of_layer, self._users(source)))
+        return source.op == "call_function" and own and not is_random(source)
