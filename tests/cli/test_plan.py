@@ -29,6 +29,7 @@ from zerograph.core.timeline import STREAMS
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.explain.reasons import _FASTEST
+from zerograph.planner.programs.rules import layer_of_param
 
 pytestmark = pytest.mark.costly
 
@@ -400,7 +401,7 @@ def test_memory_is_searched_within_at_any_stage_and_without_moments_more_fits(mo
     given = (f"{model}:small", "--world", "4", "--batch", "8", "--seq", "256", "--stage", "3")
     found = run(*given, "--memory", "64MiB")
     assert found.exit_code == 0, found.stderr
-    given += ("--token-tiles", "1")  # with which it fits in half
+    given += ("--token-tiles", "1", "--batch-tiles", "1")  # with which it fits in half
     with_moments, without = (run(*given, "--memory", "30MiB", "--moments", n) for n in ("2", "0"))
     needs = [re.search(r"the step needs ([\d.]+) MiB", result.stderr) for result in (with_moments, without)]
     assert with_moments.exit_code == 1 and needs[0] is not None
@@ -662,6 +663,31 @@ def test_tokens_of_layers_can_be_planned_in_tiles(given: list[str]) -> None:
         peaks.append(file.forecast.peaks["device"].bytes)
     assert "MLPs of 4 layers in 8 tiles of tokens" in [reason.decision for reason in file.reasons]
     assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--machine", "cpu"], ["--offload", "optimizer", "--machine", "v100-32gb-dgx2"]],
+    ids=["here", "offloaded"],
+)
+def test_layers_can_be_planned_in_parts_of_the_batch(given: list[str], tmp_path: Path) -> None:
+    sizes = ["--params", "50M", "--layers", "4", "--hidden", "512", "--vocab", "512", "--batch", "8", "--world", "2"]
+    peaks = []
+    for parts in ("1", "4"):
+        options = ["--recompute", "full", "--batch-tiles", parts, "--loss-tiles", "4", "--json", *given]
+        ran = CliRunner().invoke(main, ["plan", *sizes, *options])
+        assert ran.exit_code == 0, ran.output
+        file = PlanFile.from_json(ran.stdout)
+        assert (file.plan.token_tiles, file.plan.by_sample) == (int(parts), parts == "4")
+        assert len(file.plan.token_regions) == (4 if parts == "4" else 0)
+        assert check_file(file) == []
+        peaks.append(file.forecast.peaks["device"].bytes)
+    layers = {layer_of_param(p.name) for bucket in file.plan.buckets for p in bucket.params} - {""}
+    assert sum(any(layer_of_param(p.name) for p in b.params) for b in file.plan.buckets) == len(layers) == 4
+    assert "4 layers in 4 tiles of whole samples" in [reason.decision for reason in file.reasons]
+    assert peaks[1] < peaks[0]
+    refused = CliRunner().invoke(main, ["plan", *sizes, "--batch-tiles", "4", "--token-tiles", "4", *given])
+    assert refused.exit_code == 2 and "a layer is divided in one way" in refused.output
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def test_a_layer_that_looks_at_several_samples_is_whole_and_the_warning_names_th
     backend = compiled(model, batch_tiles=2)
     model(x).backward()
     truth(x).backward()
-    assert "1 layers run for the whole batch at once, layers.0 because aten.cumsum.default is not known" in caplog.text
+    assert "leaves 1 of 2 layers whole, layers.0 because aten.cumsum.default is not known" in caplog.text
     assert "treat every sample by itself (" in caplog.text and "test_batch_tiles.py:" in caplog.text
     assert backend.plan.token_regions == ("layers.1.up:addmm",)
     for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):

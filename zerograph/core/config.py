@@ -189,12 +189,13 @@ class Config:
     def cut_by(self) -> tuple[CutBy, ...]:
         """What plans may run layers for some of at a time."""
         if self.plan is not None:
-            by_sample, tiled = self.plan.plan.by_sample, bool(self.plan.plan.token_regions)
-        else:
-            by_sample, tiled = self.by_sample, self.searches if self.layer_tiles == "auto" else self.layer_tiles > 1
-            if tiled and self.layer_tiles == "auto":
-                return ("token", "sample")
-        return (("sample",) if by_sample else ("token",)) if tiled else ()
+            found: tuple[CutBy, ...] = ("sample",) if self.plan.plan.by_sample else ("token",)
+            return found if self.plan.plan.token_regions else ()
+        if self.layer_tiles != "auto":
+            found = ("sample",) if self.by_sample else ("token",)
+            return found if self.layer_tiles > 1 else ()
+        given: dict[CutBy, object] = {"token": self.token_tiles, "sample": self.batch_tiles}
+        return tuple(by for by, tiles in given.items() if tiles == "auto" and self.searches)
 
     @property
     def by_sample(self) -> bool:
@@ -203,8 +204,9 @@ class Config:
 
     @property
     def layer_tiles(self) -> int | Literal["auto"]:
-        """The tiles of layers, over tokens or samples."""
-        return self.batch_tiles if self.by_sample else self.token_tiles
+        """The tiles of layers, over tokens or samples; "auto" where a search may choose either."""
+        given = (self.batch_tiles, self.token_tiles)
+        return next((tiles for tiles in given if tiles not in ("auto", 1)), "auto" if "auto" in given else 1)
 
     @property
     def recomputed(self) -> Recompute:

@@ -157,8 +157,8 @@ def cut_of_operand(node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | Non
         if target in ATTENTION:
             return _given_to_attention(node, source, cut)
         if target in SEVERAL:
-            gone = _unbound(node)
-            return _of_several(node, cut.at(d + int(gone <= d) for d in cut.dims) if gone is not None else cut)
+            unbound = _unbound(node)
+            return _of_several(node, cut.at(d + int(unbound <= d) for d in cut.dims) if unbound is not None else cut)
         if target in VIEWS:
             return _viewed(node, shape_of(node), cut, shape_of(source))
         if (order := _order(node)) is not None:

@@ -16,7 +16,7 @@ from zerograph.core.step import Step, TokenRegion
 from zerograph.planner import replay
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.explain.replay import restricted_to_step
-from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, in_token_tiles, with_token_tiles
+from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, in_token_tiles, tiles_to_try, with_token_tiles
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
@@ -134,3 +134,45 @@ def test_one_process_that_moves_no_parameters_replays_what_is_decided_of_activat
     behind = replace(step, params=(), ops=tuple(op for op in step.ops if not op.module), token_regions=())
     broken = replay(GivenPlan("plan.json", plan), behind)  # what a graph break leaves without layers
     assert (broken.recompute, broken.token_tiles, broken.token_regions) == ((), 1, ())
+
+
+def by_samples(step: Step, samples: int = 8) -> Step:
+    return replace(step, token_regions=tuple(replace(region, samples=samples) for region in step.token_regions))
+
+
+def test_regions_of_whole_samples_are_others_and_share_a_bucket_with_their_layer() -> None:
+    step = by_samples(wide())
+    plan = ruled(step, whole_layers=True)
+    assert [len({p.name.rpartition(".")[0] for p in b.params}) for b in plan.buckets] == [1] * len(plan.buckets)
+    parts = with_token_tiles(plan, step, 4, by_sample=True)
+    assert parts.by_sample and parts.token_tiles == 4 and len(parts.token_regions) == 3
+    assert check_plan(step, parts) == [] and Plan.from_json(parts.to_json()) == parts
+    assert with_token_tiles(plan, step, 4) == plan  # no region is of tokens
+    wrong = {found.check for found in check_plan(wide(), parts)}
+    assert wrong == {"tokens"}
+    assert list(replace(plan, by_sample=True).mistakes()) == ["tiles of whole samples, of which there is one"]
+
+
+def test_numbers_of_tiles_that_are_looked_at() -> None:
+    step = wide()
+    assert list(tiles_to_try(step)) == [(4, False), (16, False)]
+    both = replace(step, token_regions=(*step.token_regions, *by_samples(step).token_regions))
+    assert list(tiles_to_try(both)) == [(4, False), (16, False), (4, True), (8, True)]
+    assert list(tiles_to_try(by_samples(step, samples=2))) == [(2, True)]
+
+
+def test_a_search_takes_parts_of_the_batch_where_tokens_can_not_be_divided() -> None:
+    step = by_samples(wide())
+    constraints = Constraints("auto", WORLD, recompute="full", tokens="auto")
+    search = Search(step, constraints, GPU)
+    assert search.smallest.plan.by_sample and search.smallest.plan.token_tiles == 8
+    whole = Search(step, replace(constraints, tokens=None), GPU)
+    assert search.smallest.peak < whole.smallest.peak - INSIDE
+    fixed = Search(step, replace(constraints, tokens=2, by_sample=True), GPU)
+    assert {(one.plan.token_tiles, one.plan.by_sample) for one in fixed.best} == {(2, True)}
+
+
+def test_who_asks_for_parts_hears_which_layer_is_whole_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    step = replace(by_samples(wide()), whole_batches=(("blocks.1", "it mixes (model.py:3)"), ("blocks.9", "other")))
+    in_token_tiles(ruled(step, whole_layers=True), step, 4, by_sample=True)
+    assert caplog.messages == ["batch_tiles=4 leaves 1 of 3 layers whole, blocks.1 because it mixes (model.py:3)"]

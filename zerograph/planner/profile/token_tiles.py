@@ -35,8 +35,9 @@ def in_token_tiles(plan: Plan, step: Step, tiles: int, by_sample: bool = False) 
     if by_sample and whole:
         layer, why = whole[0]  # the others are like it, most often
         log.warning(
-            "batch_tiles=%d: %d layers run for the whole batch at once, %s because %s", tiles, len(whole), layer, why
-        )
+            "batch_tiles=%d leaves %d of %d layers whole, %s because %s",
+            tiles, len(whole), len(plan.recompute), layer, why,
+        )  # fmt: skip
     elif not by_sample and tiles > 1 and plan.recompute and not found.token_regions:
         why = (
             "the weights of their MLPs are in tiles"
