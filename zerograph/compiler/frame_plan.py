@@ -350,8 +350,9 @@ class Planner:
         if constraints.tokens is None and step.token_regions and recomputes and (found is None or found.leaves_device):
             # They recompute all layers: where everything stays on the device without, that is faster.
             tiled = Search(
-                step, replace(constraints, tokens="auto"), self._machine, states=states, moments=self._moments
-            )
+                step, replace(constraints, tokens="auto"), self._machine,
+                states=states, moments=self._moments, thorough=found is None,
+            )  # fmt: skip
             other = tiled.within(budget)
             if found is None or (other is not None and other.rank < found.rank):
                 search, found = tiled, other
