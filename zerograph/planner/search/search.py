@@ -169,7 +169,8 @@ class Search:
         if self._parts:
             return frontier(chain.from_iterable(part.best for part in self._parts))
         assert self._deep is not None
-        return self._deep.best()
+        with without_gc():
+            return self._deep.best()
 
     @property
     def smallest(self) -> Candidate:
@@ -191,7 +192,8 @@ class Search:
         if self._parts:
             found = [fastest for part in self._parts if (fastest := part.within(budget)) is not None]
         elif self._deep is not None:
-            return self._deep.within(most)
+            with without_gc():
+                return self._deep.within(most)
         else:
             found = [c for c in self.best if c.fits(most)]
         return min(found, key=lambda c: c.rank, default=None)
