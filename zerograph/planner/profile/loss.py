@@ -170,8 +170,8 @@ def tiled(step: Step, head: Head, tiles: int) -> Step:
     def placed(op: Op) -> Op:
         if op.name in ahead:
             op = replace(op, phase="forward")
-        again = op.again or (not ahead and op.phase == "forward" and op.writes[0] in head.large)
-        return replace(op, again=again)
+        again = not ahead and op.phase == "forward" and op.writes[0] in head.large
+        return replace(op, again=True) if again else op
 
     step = replace(step, ops=tuple(op if op.phase == "update" else placed(op) for op in step.ops))
     return in_tiles(step, head.large, head.weights, head.sums, tiles)

@@ -7,12 +7,12 @@ time of a few layers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 
 from zerograph.core.segment_profile import Operator, SegmentProfile, segment_profile
-from zerograph.core.step import Param, Phase, Step, layer_of_activation
+from zerograph.core.step import Op, Param, Phase, Step, layer_of_activation
 from zerograph.planner.profile.liveness import Graph, Mode, Saved, saved
 
 
@@ -136,8 +136,15 @@ class Profile:
         return tuple(layers), tuple(save)
 
 
+Works = dict[tuple[object, ...], tuple[Sequence[Op], Work]]
+"""Works of several steps that have most operations in common, with the operations that each is of."""
+
+
 def profile(
-    step: Step | Graph, base: Mode = "auto", saved_sets: Mapping[str, Sequence[frozenset[str]]] | None = None
+    step: Step | Graph,
+    base: Mode = "auto",
+    saved_sets: Mapping[str, Sequence[frozenset[str]]] | None = None,
+    works: Works | None = None,
 ) -> Profile:
     """Divide ``step`` into regions and count what each costs at each option that a plan may give to layers.
 
@@ -146,7 +153,9 @@ def profile(
         saved_sets: by layer, the activations that each option between the first and the last saves
             (:func:`~zerograph.planner.search.selective.stops`); of those that have fewer options than others the last
             is repeated.
+        works: those of variants of the step, to which this one's are added.
     """
+    works = {} if works is None else works
     graph = step if isinstance(step, Graph) else Graph(step)
     listed = {layer: list(own) for layer, own in (saved_sets or {}).items()}
     between = max(map(len, listed.values()), default=0)
@@ -157,7 +166,7 @@ def profile(
     spans = _spans(graph)
     region_of = [k for k, (begin, end) in enumerate(spans) for _ in range(begin, end)]
     crossing = _crossing(graph, region_of)
-    regions = tuple(_region(graph, span, found, crossing) for span in spans)
+    regions = tuple(_region(graph, span, found, crossing, works) for span in spans)
     lives = _lives(graph, region_of, found, crossing)
     layers = tuple(dict.fromkeys(r.layer for r in regions if r.layer and r.phase == "forward"))
     options = tuple(sets.get(layer, (frozenset(),) * between) for layer in layers)
@@ -255,13 +264,13 @@ def _is_memory(graph: Graph, value: int) -> bool:
     return not graph.params[value] and graph.values[value].kind != "gradient"
 
 
-def _region(graph: Graph, span: tuple[int, int], found: Sequence[Saved], crossing: _Crossing) -> Region:
+def _region(graph: Graph, span: tuple[int, int], found: Sequence[Saved], crossing: _Crossing, works: Works) -> Region:
     begin, end = span
     first = graph.ops[begin]
     layer = graph.layer[begin]
     ops = graph.ops[begin:end]
     source = next((op.source for op in ops if op.source), "")
-    work = tuple(_work(graph, _sequence(graph, begin, end, s), s, crossing) for s in found)
+    work = tuple(_work(graph, _sequence(graph, begin, end, s), s, crossing, works) for s in found)
     module, tiles = layer or max(ops, key=lambda op: op.flops).module, max(op.token_tiles for op in ops)
     return Region(first.phase, layer, module, source, work, tiles)
 
@@ -274,10 +283,20 @@ def _sequence(graph: Graph, begin: int, end: int, saved_values: Saved) -> list[i
     return [k for i in range(begin, end) for k in (*saved_values.repeats.get(i, ()), i)]
 
 
-def _work(graph: Graph, sequence: Sequence[int], saved_values: Saved, crossing: _Crossing) -> Work:
+def _work(graph: Graph, sequence: Sequence[int], saved_values: Saved, crossing: _Crossing, works: Works) -> Work:
     made = {graph.writes[i] for i in sequence}
     backward = sequence[-1] >= graph.backward
     stays = {v for v in made if _stays(graph, v, backward, saved_values, crossing)}
+    # Variants number values alike, and share the operations that they do not change. While the operations are kept, no
+    # other has the identity of one.
+    ops = [graph.ops[i] for i in sequence]
+    key = (tuple(map(id, ops)), frozenset(stays))
+    if key not in works:
+        works[key] = ops, _counted(graph, sequence, stays, crossing)
+    return works[key][1]
+
+
+def _counted(graph: Graph, sequence: Sequence[int], stays: Set[int], crossing: _Crossing) -> Work:
     # What fuses has no traffic of its own: together it reads what comes from outside or from kernels, and writes what
     # stays and what products read (graph.costs.moved_bytes).
     fused = {graph.writes[i] for i in sequence if crossing.fuses[i]}

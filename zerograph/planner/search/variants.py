@@ -11,7 +11,7 @@ from zerograph.core.plan import Plan, compute_dtype
 from zerograph.core.step import Step, TokenRegion
 from zerograph.planner.profile.liveness import Graph, Mode
 from zerograph.planner.profile.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled, with_loss_tiles
-from zerograph.planner.profile.regions import Profile, profile
+from zerograph.planner.profile.regions import Profile, Works, profile
 from zerograph.planner.profile.tiling import in_loops, looped, tiles_wanted
 from zerograph.planner.profile.token_tiles import by_token, regions_of, tiles_to_try, with_token_tiles
 from zerograph.planner.programs.rates import Rates
@@ -63,18 +63,17 @@ def variants_of(graph: Graph, constraints: Constraints, machine: Machine) -> lis
         tokens = [(constraints.tokens, constraints.by_sample)]
     elif constraints.tokens == "auto":
         tokens += tiles_to_try(graph.step)
-    found: list[Variant] = []
+    found, works = list[Variant](), Works()
     for number, by_sample in tokens:
         regions = _regions(graph.step, constraints, by_sample) if number > 1 else []
-        if not regions:
-            number = 1
-            if found:
-                continue
-        step = by_token(graph.step, regions, number) if number > 1 else graph.step
+        if found and not regions:
+            continue  # no layer can be divided so
+        step = by_token(graph.step, regions, number) if regions else graph.step
         for tiles in losses:
             here = tiled(step, head, tiles) if head is not None and tiles > 1 else step
-            profiled = profile(graph if here is graph.step else here, base, saved_sets)
-            found.append(Variant(profiled, tiles, head if tiles > 1 else None, number, by_sample and number > 1))
+            profiled = profile(graph if here is graph.step else here, base, saved_sets, works)
+            whole = (profiled, tiles, head if tiles > 1 else None)
+            found.append(Variant(*whole, number, by_sample) if regions else Variant(*whole))
     return found
 
 
