@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from zerograph.core.step import Step, layers_of
@@ -73,6 +74,22 @@ class Graph:
             found = step.derived[cls] = cls(step)
         return found
 
+    @cached_property
+    def readers(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The first and the last operation of the backward that reads each value."""
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for i in range(self.backward, len(self.ops)):
+            _need(self.reads[i], first, last, i, i)
+        return first, last
+
+    @cached_property
+    def read_by_products(self) -> set[int]:
+        """Values that products of the backward read, maybe as views: they have to be there whole, so none is
+        repeated."""
+        products = (i for i in range(self.backward, len(self.ops)) if self.ops[i].flops)
+        return {self.owner[value] for i in products for value in self.reads[i]}
+
     def _params(self) -> list[tuple[str, ...]]:
         found: list[tuple[str, ...]] = [()] * len(self.values)
         for op, reads, value in zip(self.ops[: self.backward], self.reads, self.writes, strict=False):
@@ -106,28 +123,19 @@ def saved(graph: Graph, mode: Mode, saved_set: Set[str] = frozenset()) -> Saved:
     Args:
         saved_set: activations of recomputed layers that are saved all the same.
     """
-    first, last = _readers(graph)
+    first, last = map(dict, graph.readers)
     forced = [_is_forced(graph, i, mode, saved_set) for i in range(graph.backward)]
     for i in reversed(range(graph.backward)):
         value = graph.writes[i]
         # From the last on: what a forced operation reads is needed where that is, and may be forced itself.
         if forced[i] and value in first:
             _need(graph.reads[i], first, last, first[value], last[value])
-    materialized = _read_by_products(graph)
+    materialized = graph.read_by_products
     to_save, there = _to_save(graph, mode, forced, first, materialized, frozenset())
     if mode != "none" and (instead := _smaller(graph, mode, to_save, there, materialized)):
         to_save, _ = _to_save(graph, mode, forced, first, materialized, instead)
     # The readers anew: above they were spread through forced operations only.
-    return _resolve(graph, to_save, *_readers(graph))
-
-
-def _readers(graph: Graph) -> tuple[dict[int, int], dict[int, int]]:
-    """The first and the last operation of the backward that reads each value."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for i in range(graph.backward, len(graph.ops)):
-        _need(graph.reads[i], first, last, i, i)
-    return first, last
+    return _resolve(graph, to_save, *map(dict, graph.readers))
 
 
 def _need(values: Sequence[int], first: dict[int, int], last: dict[int, int], begin: int, end: int) -> None:
@@ -201,15 +209,6 @@ def _sources(graph: Graph, value: int, is_free: Callable[[int], bool], there: Se
         reads = [r for r in graph.reads[graph.maker[one]] if r not in seen and not there[r]]
         seen.update(reads)
         left += reads
-    return found
-
-
-def _read_by_products(graph: Graph) -> set[int]:
-    """Values that products of the backward read, maybe as views: they have to be there whole, so none is repeated."""
-    found: set[int] = set()
-    for i in range(graph.backward, len(graph.ops)):
-        if graph.ops[i].flops:
-            found.update(graph.owner[r] for r in graph.reads[i])
     return found
 
 
