@@ -91,6 +91,16 @@ CASES = {
             FLASH | {"convolution_backward.default"},
         ),
     ),
+    "ViT in parts of the batch": SegmentCase(
+        "vit",
+        A100,
+        Expected(
+            [1, 3, 4, 3, 1, 3, 2, 11, 18, 17, 3],
+            [0, 1, 6, 1, 0, 2, 0, 11, 0, 0, 0],
+            FLASH | {"convolution_backward.default"},
+        ),
+        {"batch_tiles": 2},
+    ),
     "Llama": SegmentCase(
         "llama",
         H100,

@@ -84,6 +84,11 @@ def test_what_is_kept_and_back(target: Any, args: tuple[Any, ...], cut: tuple[in
         ((3, 4, 8), aten.amax.default, ([0],), 1, 0),
         ((4, 1, 8), aten.expand.default, ([4, 3, 8],), 0, 0),
         ((4, 3, 8), aten.slice.Tensor, (2, 0, 3), 0, 0),
+        ((4, 3, 8), aten.permute.default, ([-3, -1, -2],), 0, 0),
+        ((4, 3, 8), aten.flip.default, ([1],), 0, 0),
+        ((4, 3, 8), aten.roll.default, ([1], [-1]), 0, 0),
+        ((4, 3, 8), aten.constant_pad_nd.default, ([0, 1, 2, 0],), 0, 0),
+        ((4, 3, 8), aten.repeat.default, ([1, 2, 1],), 0, 0),
     ],
 )
 def test_samples_are_kept_and_back(
@@ -104,6 +109,10 @@ def test_samples_are_kept_and_back(
         ((4, 3), aten.select.int, (0, 1)),
         ((4, 3), aten._softmax.default, (0, False)),
         ((4, 3), aten.cumsum.default, (0,)),
+        ((4, 3), aten.roll.default, ([1],)),
+        ((4, 3), aten.flip.default, ([0],)),
+        ((4, 3), aten.constant_pad_nd.default, ([0, 0, 1, 0],)),
+        ((4, 3), aten.repeat.default, ([2, 1],)),
     ],
 )
 def test_what_mixes_samples(shape: tuple[int, ...], target: Any, args: tuple[Any, ...]) -> None:
@@ -122,13 +131,14 @@ def test_places_of_a_sample() -> None:
 
 def test_a_product_of_pairs_keeps_their_number() -> None:
     b = Builder()
-    left, right, bias = b.input("left", 8, 2, 3), b.input("right", 8, 3, 5), b.input("bias", 5)
+    left, right = b.input("left", 8, 2, 3), b.input("right", 8, 3, 5)
     product = b.call(aten.bmm.default, left, right)
     assert cut_of_result(product, left, Cut((0,), 4)) == cut_of_operand(product, right, Cut((0,), 4)) == Cut((0,), 4)
     with pytest.raises(Mixes):
         cut_of_result(product, left, Cut((1,), 2))
-    added = b.call(aten.baddbmm.default, bias, left, right)
-    assert cut_of_operand(added, bias, Cut((0,), 4)) is None
+    for bias in (b.input("bias", 5), b.input("one", 1, 2, 5)):
+        added = b.call(aten.baddbmm.default, bias, left, right)
+        assert cut_of_operand(added, bias, Cut((0,), 4)) is None
 
 
 def test_of_several_tensors_each_has_the_samples_and_lacks_what_is_unbound() -> None:
@@ -164,8 +174,28 @@ def test_attention_treats_every_sample_by_itself() -> None:
     assert cut_of_operand(node, mask, samples) is None
     assert [cut_of_result(each, node, samples) for each in (out, sums, seed)] == [samples, samples, samples.at(())]
     assert cut_of_operand(seed, node, samples.at(())) == cut_of_operand(out, node, samples) == samples
-    with pytest.raises(Mixes, match="looks at several tokens"):
+    with pytest.raises(Mixes, match="elsewhere than in its first dimension"):
         cut_of_result(node, query, Cut((2,)))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (1, 4, 4), (2, 4, 4)])
+def test_a_mask_of_fewer_dimensions_is_for_all_samples_whatever_its_sizes(shape: tuple[int, ...]) -> None:
+    b = Builder()
+    q, k, v = (b.input(name, 4, 2, 4, 8) for name in "qkv")
+    node = b.call(aten._scaled_dot_product_efficient_attention.default, q, k, v, mask := b.input("m", *shape), True)
+    assert cut_of_operand(node, mask, Cut((0,), 4)) is None
+    full = b.input("full", 4, 2, 4, 4)
+    masked = b.call(aten._scaled_dot_product_efficient_attention.default, q, k, v, full, True)
+    assert cut_of_operand(masked, full, Cut((0,), 4)) == Cut((0,), 4)
+
+
+@pytest.mark.parametrize(("target", "more"), [(aten.gather.default, ()), (aten.scatter.value, (1.0,))])
+def test_an_index_with_fewer_samples_is_not_repeated(target: Any, more: tuple[float, ...]) -> None:
+    b = Builder()
+    x, one, every = b.input("x", 4, 3), b.input("one", 1, 3, dtype=torch.int64), b.input("e", 4, 3, dtype=torch.int64)
+    with pytest.raises(Mixes):
+        cut_of_result(b.call(target, x, 1, one, *more), x, Cut((0,), 4))
+    assert cut_of_result(b.call(target, x, 1, every, *more), x, Cut((0,), 4)) == Cut((0,), 4)
 
 
 def test_attention_with_dropout_is_random() -> None:

@@ -76,8 +76,9 @@ def _untiled_regions(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set
             untiled[name] = f"{error} ({source_line(error.node)})"
     for name, why in list(untiled.items())[:1]:  # the others are of layers like its own, most often
         log.warning(
-            "%d tiles of tokens were planned, and %s%d layers run whole, %s because %s",
-            plan.token_tiles, "" if plan.by_sample else "the MLPs of ", len(untiled), name, why,
+            "%d %s were planned, and %s%d layers run whole, %s because %s",
+            plan.token_tiles, "parts of the batch" if plan.by_sample else "tiles of tokens",
+            "" if plan.by_sample else "the MLPs of ", len(untiled), name, why,
         )  # fmt: skip
     return set(untiled)
 
@@ -146,14 +147,29 @@ def batch_regions(
 ) -> tuple[list[TokenRegion], dict[str, str]]:
     """The layers that can run for some samples at a time, and why others cannot; ``params_read`` is by operation."""
     again, found, whole = _computed_again(nodes, backward), list[TokenRegion](), dict[str, str]()
-    for layer, (product, *_) in _widest_products(nodes, backward).items():
+    products = _widest_products(nodes, backward)
+    for node in nodes:
+        if (layer := layer_of_node(node)) and layer not in products and node not in backward:
+            whole[layer] = "it has no linear layer, at which parts begin"
+    for layer, (product, *_) in products.items():
         try:
             both = _layer_region(layer, product, backward, again, batch_region)
+            _check_once(layer, both, nodes, backward)
         except Mixes as error:
             whole[layer] = f"{error} ({source_line(error.node)})"
             continue
         found.append(_token_region(layer, product, both, params_read, samples=both.count))
     return found, whole
+
+
+def _check_once(layer: str, region: NodeRegion, nodes: Sequence[fx.Node], backward: set[fx.Node]) -> None:
+    """Refuse a layer that runs again on what it made."""
+    behind = set(region.exits())
+    for node in nodes:
+        if node not in backward and node not in region.cuts and not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+            if layer_of_node(node) == layer and node.target in PRODUCTS:
+                raise Mixes(node, "is of a layer that runs more than once")
 
 
 def _widest_products(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[str, list[fx.Node]]:

@@ -230,7 +230,8 @@ class TokenRegion:
         values: that exist for the tokens of one tile only.
         moved: by operation, bytes that each further tile moves: weights that it reads again, sums that it adds to.
         sums: the operations that add to a sum.
-        samples: of a region that runs for whole samples at a time, how many there are. It is then all of the layer.
+        samples: of a region that runs for whole samples at a time, how many there are. It is then all of the layer that
+            hangs together with what it begins at.
     """
 
     layer: str

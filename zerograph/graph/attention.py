@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
 from zerograph.graph.nodes import aten
-from zerograph.graph.torch_private import RANDOM, OpOverload, place_of_argument
+from zerograph.graph.torch_private import RANDOM, OpOverload, behind_generator, named_arguments
 
 ATTENTION_BACKWARD = frozenset({
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -22,10 +24,13 @@ ATTENTION = ATTENTION_BACKWARD | {
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether ``node`` draws random numbers; attention does with dropout only."""
-    if not isinstance(node.target, OpOverload):
+    """Whether ``node`` draws random numbers, or is one of several results of what does; attention does with dropout
+    only."""
+    if node.target is operator.getitem:
+        return is_random(node.args[0])  # type: ignore[arg-type]
+    target, args = behind_generator(node.target, node.args)
+    if not isinstance(target, OpOverload):
         return False
-    if node.target in ATTENTION:
-        at = place_of_argument(node.target, "dropout_p")
-        return bool(node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0))
-    return torch.Tag.nondeterministic_seeded in node.target.tags or node.target in RANDOM
+    if target in ATTENTION:
+        return bool(named_arguments(target, args, node.kwargs).get("dropout_p"))
+    return torch.Tag.nondeterministic_seeded in target.tags or target in RANDOM

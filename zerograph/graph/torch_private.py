@@ -8,7 +8,7 @@ which pass on 2.14 too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,10 +53,11 @@ def changes_inputs(target: Any) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
-def place_of_argument(target: Any, name: str) -> int:
-    """Where the operator ``target`` takes its argument ``name``, as its schema says, which is private.
+def named_arguments(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the operator ``target`` by name, as its schema has them, which is private.
     Seen in 2.11, 2.13."""
-    return next(at for at, argument in enumerate(target._schema.arguments) if argument.name == name)
+    names = (argument.name for argument in target._schema.arguments)
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def is_recomputable(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 
 from zerograph.graph.attention import ATTENTION, ATTENTION_BACKWARD, is_random
 from zerograph.graph.nodes import aten
-from zerograph.graph.torch_private import OpOverload
+from zerograph.graph.torch_private import OpOverload, named_arguments
 
 prims = torch.ops.prims
 
@@ -153,7 +153,7 @@ def cut_of_operand(node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | Non
         if target is operator.getitem and source.target in ATTENTION:
             return cut.at(ROWS.dims)
         if target in BATCHED and cut.dims == ROWS.dims:
-            return cut if len(shape_of(source)) == 3 else _aligned(node, source, cut)
+            return cut if source in node.args[-2:] else _aligned(node, source, cut)
         if target in ATTENTION:
             return _given_to_attention(node, source, cut)
         if target in SEVERAL:
@@ -245,7 +245,7 @@ def _is_by_sample(node: fx.Node) -> bool:
 def _of_attention(node: fx.Node, cut: Cut) -> Cut:
     """The cut of what attention makes: it treats every sample by itself, and draws no numbers without dropout."""
     if cut.dims != ROWS.dims or not cut.samples:
-        raise Mixes(node, "looks at several {}s")
+        raise Mixes(node, "has {}s elsewhere than in its first dimension")
     if is_random(node):
         raise Mixes(node, "is random: a part of it would be another one")
     return cut
@@ -253,12 +253,14 @@ def _of_attention(node: fx.Node, cut: Cut) -> Cut:
 
 def _given_to_attention(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
     cut = _of_attention(node, cut.at(ROWS.dims))
-    maker: Any = source.args[0] if source.target is operator.getitem else source
-    if maker.target in ATTENTION and not _is_by_sample(source):
-        return cut.at(())  # the state of a generator, which each part has for itself
-    shape = shape_of(source)
-    # A mask may be one for all samples.
-    return cut if shape and shape[0] == cut.samples else None
+    given = named_arguments(node.target, node.args, node.kwargs)
+    names = {name for name, value in given.items() if value is source}
+    if names <= _MASKS:
+        # One for all samples may have fewer dimensions, or 1 in place of them.
+        return cut if len(shape_of(source)) == 4 and shape_of(source)[0] != 1 else None
+    if names <= _BY_SAMPLE:
+        return cut
+    return cut.at(()) if source.target is operator.getitem else None  # the state of a generator: each part has its own
 
 
 def _works_by_place(node: fx.Node, cut: Cut) -> bool:
@@ -266,13 +268,31 @@ def _works_by_place(node: fx.Node, cut: Cut) -> bool:
     if target in SLICES:
         return True  # along other dimensions, or a window
     if target in _ALONG:
-        return _dim(node, _ALONG[target]) not in cut.dims
-    return is_pointwise(target) or target in _ALSO_POINTWISE
+        # An index that has fewer places is not repeated for the others.
+        alike = all(shape_of(source)[d] == shape_of(node)[d] for source in node.all_input_nodes for d in cut.dims)
+        return alike and _dim(node, _ALONG[target]) not in cut.dims
+    if (moved := _moved(node)) is not None:
+        return moved.isdisjoint(cut.dims)
+    return is_pointwise(target) or target in ALSO_POINTWISE
 
 
 def _dim(node: fx.Node, at: int = 1) -> int:
     dim: Any = node.args[at] if len(node.args) > at else 0
     return dim % len(shape_of(node))  # type: ignore[no-any-return]
+
+
+def _moved(node: fx.Node) -> set[int] | None:
+    """The dimensions of which an operator moves, repeats or adds places; None of other operators."""
+    target, given, rank = node.target, list[Any](node.args[1:]), len(shape_of(node))
+    if target in (aten.flip.default, prims.rev.default):
+        return {dim % rank for dim in given[0]}
+    if target is aten.roll.default:  # without dimensions it moves numbers through all of them
+        return {dim % rank for dim in (given[1:] or [[]])[0]} or set(range(rank))
+    if target is aten.constant_pad_nd.default:  # two numbers for each, the last one's first
+        return {rank - 1 - at // 2 for at, count in enumerate(given[0]) if count}
+    if target is aten.repeat.default:
+        return {dim for dim, times in enumerate(given[0]) if times != 1}
+    return None
 
 
 def _selected(node: fx.Node) -> int:
@@ -283,7 +303,8 @@ def _selected(node: fx.Node) -> int:
 def _order(node: fx.Node) -> list[int] | None:
     """The order in which a transpose has the dimensions of what it reads."""
     if node.target is aten.permute.default:
-        return list(node.args[1])  # type: ignore[arg-type]
+        dims: Any = node.args[1]
+        return [dim % len(dims) for dim in dims]
     return [1, 0] if node.target is aten.t.default else None
 
 
@@ -398,6 +419,9 @@ _ALONG: Mapping[Any, int] = {
     **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), 2),
 }  # fmt: skip
 """They work along one dimension, and where their arguments name it."""
-_ALSO_POINTWISE = frozenset({
+_BY_SAMPLE = frozenset({"query", "key", "value", "out", "logsumexp", "grad_out", "grad_out_"})
+_MASKS = frozenset({"attn_mask", "attn_bias"})
+"""Arguments of attention."""
+ALSO_POINTWISE = frozenset({
     prims.convert_element_type.default, aten.alias.default, aten.clone.default, aten.expand.default, aten.full.default,
 })  # fmt: skip

@@ -1,22 +1,33 @@
 """A repeated layer that runs for some samples of the batch at a time, all of it.
 
 The region (:mod:`zerograph.tiling.token_region`) begins at the layer's widest product. It takes in all of the layer
-that has the batch: attention and norms work on each sample by itself, and gradients of weights are sums over samples.
-What looks at several samples (batch norm, experts that pick tokens by index) leaves the layer whole. Random numbers are
-drawn for the whole batch in front, so that they are those of the layer in one piece.
+that hangs together with it: attention and norms work on each sample by itself, and gradients of weights are sums over
+samples. What looks at several samples (batch norm, experts that pick tokens by index) leaves the layer whole. Random
+numbers are drawn for the whole batch in front, so that they are those of the layer in one piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from zerograph.graph.attention import ATTENTION, is_random
 from zerograph.graph.layers import layer_of_node
-from zerograph.graph.nodes import is_view
 from zerograph.graph.ops import INSTRUCTIONS
-from zerograph.tiling.cuts import ROWS, Cut, Mixes, cut_of_result, is_pointwise, is_slice_of, shape_of
+from zerograph.tiling.cuts import (
+    ALSO_POINTWISE,
+    ROWS,
+    SIZED,
+    VIEWS,
+    Cut,
+    Mixes,
+    cut_of_result,
+    is_pointwise,
+    is_slice_of,
+    shape_of,
+)
 from zerograph.tiling.token_region import NodeRegion, RegionGrowth
 
 
@@ -31,7 +42,7 @@ def batch_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
     """
     samples = _samples_of(product)
     if not isinstance(samples, int):
-        raise Mixes(product, "has a batch whose size is not known before it runs")
+        raise Mixes(product, _DYNAMIC)
     if samples < 2:
         raise Mixes(product, f"has a batch of {samples}")
     growth = _BatchGrowth(product, NodeRegion(count=samples, large=0), counts)
@@ -43,11 +54,22 @@ def batch_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
     return growth.region
 
 
+_DYNAMIC = "has a size that is not known before it runs (dynamic=False fixes it)"
+
+
 def _samples_of(product: fx.Node) -> object:
-    """The first dimension of what the rows of ``product`` were before they became rows."""
+    """The first dimension of what the rows of ``product`` were before they became rows. Whether that counts samples
+    does not matter for what is computed: the region is one dimension's, which nothing in it mixes."""
     node: fx.Node = product.args[-2]  # type: ignore[assignment]
-    while len(shape_of(node)) == 2 and (is_view(node) or is_pointwise(node.target)):
-        node = node.args[0]  # type: ignore[assignment]
+    while len(shape_of(node)) == 2:
+        sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]
+        if node.target in VIEWS:
+            node = sources[0]
+            continue
+        alike = [source for source in sources if shape_of(source) == shape_of(node)]
+        if not (is_pointwise(node.target) or node.target in ALSO_POINTWISE) or not alike:
+            break
+        node = alike[0]
     return shape_of(node)[0]
 
 
@@ -76,16 +98,32 @@ class _BatchGrowth(RegionGrowth):
     def entered(self, node: fx.Node, cut: Cut | None) -> None:
         if cut is not None and is_slice_of(node, cut):
             raise Mixes(node, "takes some {}s")
+        self._check_places(node, node, cut)
         super().entered(node, cut)
         if node.target in ATTENTION and cut is not None:
             self.region.cuts.update((part, cut_of_result(part, node, cut)) for part in self._users(node))
 
     def operand(self, node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | None:
         found = super().operand(node, source, cut)
-        # Of a sum over samples, nothing but the region says how many there are.
-        return Cut(found.dims, self.region.count) if found is not None else None
+        if found is not None:
+            # Of a sum over samples, nothing but the region says how many there are.
+            found = Cut(found.dims, self.region.count)
+            self._check_places(node, source, found)
+        return found
+
+    def _check_places(self, node: fx.Node, made: fx.Node, cut: Cut | None) -> None:
+        """Refuse sizes that are not known, and dimensions that do not have as many places of each sample."""
+        if not isinstance(made.meta.get("val"), torch.Tensor):
+            return
+        sizes = shape_of(made)
+        if not all(isinstance(size, int) for size in sizes):
+            raise Mixes(node, _DYNAMIC)
+        if cut is not None and any(not sizes[dim] or sizes[dim] % self.region.count for dim in cut.dims):
+            raise Mixes(node, "mixes {}s with something else")
 
     def makes(self, node: fx.Node, source: fx.Node, cut: Cut) -> bool:
         # A mask that other layers read too exists whole for them.
         own = self._is_of_layer(source) and all(map(self._is_of_layer, self._users(source)))
+        if not source.all_input_nodes and source.target not in SIZED:
+            return False  # numbers that nobody gives: a part of them is others
         return source.op == "call_function" and own and not is_random(source)

@@ -173,6 +173,12 @@ def test_a_search_takes_parts_of_the_batch_where_tokens_can_not_be_divided() -> 
 
 
 def test_who_asks_for_parts_hears_which_layer_is_whole_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    step = replace(by_samples(wide()), whole_batches=(("blocks.1", "it mixes (model.py:3)"), ("blocks.9", "other")))
+    step = by_samples(wide())
+    mixed = replace(step, token_regions=step.token_regions[::2], whole_batches=(("blocks.1", "it mixes (model.py:3)"),))
+    in_token_tiles(ruled(mixed, whole_layers=True), mixed, 4, by_sample=True)
+    in_token_tiles(ruled(step, tiles={"blocks.2.weight": 2}), step, 4, by_sample=True)
     in_token_tiles(ruled(step, whole_layers=True), step, 4, by_sample=True)
-    assert caplog.messages == ["batch_tiles=4 leaves 1 of 3 layers whole, blocks.1 because it mixes (model.py:3)"]
+    assert caplog.messages == [
+        "batch_tiles=4 leaves 1 of 3 layers whole, blocks.1 because it mixes (model.py:3)",
+        "batch_tiles=4 leaves 1 of 3 layers whole, blocks.2 because its weights are in tiles",
+    ]

@@ -14,7 +14,7 @@ from zerograph.core.units import format_ranks
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.tiling import strange_loops, unknown_loops
-from zerograph.planner.profile.token_tiles import regions_of
+from zerograph.planner.profile.token_tiles import regions_of, warn_of_whole_layers
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     by_token = {region.activation for region in regions_of(step, plan.by_sample)}
     regions = tuple(name for name in plan.token_regions if name in by_token)
     if regions != plan.token_regions:
+        if plan.by_sample and step.training:
+            warn_of_whole_layers(step, replace(plan, token_regions=regions), plan.token_tiles)
         tiled = {"token_tiles": plan.token_tiles, "by_sample": plan.by_sample} if regions else _UNTILED
         plan = replace(plan, token_regions=regions, **tiled)
     if plan.head not in made or step.untiled_logits:
@@ -168,7 +170,8 @@ def _layers(plan: Plan, step: Step) -> Iterator[str]:
     yield from (f"{name} is saved in the plan, and not made here" for name in plan.save if name not in made)
     if plan.head and plan.head not in made:
         yield f"{plan.head} is made in {plan.loss_tiles} tiles in the plan, and not made here"
-    by_token = {region.activation for region in regions_of(step, plan.by_sample)}
+    # A batch of another size may have one sample, and needs no parts then.
+    by_token = {region.activation for region in step.token_regions} if not plan.by_sample else set(plan.token_regions)
     yield from (
         f"{name} is made in {plan.token_tiles} tiles of tokens in the plan, and cannot be here"
         for name in plan.token_regions

@@ -31,21 +31,29 @@ def with_token_tiles(plan: Plan, step: Step, tiles: int, by_sample: bool = False
 def in_token_tiles(plan: Plan, step: Step, tiles: int, by_sample: bool = False) -> Plan:
     """:func:`with_token_tiles`, which the user asked for; warns where no layer can be."""
     found = with_token_tiles(plan, step, tiles, by_sample)
-    whole = [(layer, why) for layer, why in step.whole_batches if layer in plan.recompute]
-    if by_sample and whole:
-        layer, why = whole[0]  # the others are like it, most often
-        log.warning(
-            "batch_tiles=%d leaves %d of %d layers whole, %s because %s",
-            tiles, len(whole), len(plan.recompute), layer, why,
-        )  # fmt: skip
-    elif not by_sample and tiles > 1 and plan.recompute and not found.token_regions:
+    if by_sample:
+        warn_of_whole_layers(step, found, tiles)
+    elif tiles > 1 and plan.recompute and not found.token_regions:
         why = (
             "the weights of their MLPs are in tiles"
-            if regions_of(step, by_sample)
+            if regions_of(step, by_sample=False)
             else "none has an MLP of linear layers, each token by itself, of a fixed number of tokens"
         )
         log.warning("token_tiles=%d: layers run for all tokens at once, because %s", tiles, why)
     return found
+
+
+def warn_of_whole_layers(step: Step, plan: Plan, parts: int) -> None:
+    """Say which recomputed layers run for the whole batch at once where so many ``parts`` were asked for, and why."""
+    tiled = {region.layer for region in regions_of(step, by_sample=True) if region.activation in plan.token_regions}
+    reasons = dict(step.whole_batches)
+    whole = [layer for layer in plan.recompute if layer not in tiled]
+    if parts > 1 and whole:
+        log.warning(
+            "batch_tiles=%d leaves %d of %d layers whole, %s because %s",
+            parts, len(whole), len(plan.recompute),
+            whole[0], reasons.get(whole[0], "its weights are in tiles"),  # the others are like it, most often
+        )  # fmt: skip
 
 
 def _regions(plan: Plan, step: Step, by_sample: bool) -> list[TokenRegion]:
