@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.core.errors import ConfigError
 from zerograph.core.instructions import Accumulate, Gather, Place, Reduce
+from zerograph.core.machine import machine_named
+from zerograph.dryrun.forecast import plan_file
 
 BATCH = 6
 
@@ -235,3 +237,122 @@ class Attends(nn.Module):
         weights = (query @ key.transpose(-2, -1) / 2).softmax(-1)
         x = x + self.drop(self.out((weights @ value).transpose(1, 2).reshape(samples, tokens, width)))
         return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Drops(nn.Module):
+    """A path that is dropped for some samples, as timm and torchvision write it, and channels that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        path = x.new_empty((len(x), 1, 1)).bernoulli_(0.7).div_(0.7)
+        return x + path * F.dropout1d(self.down(torch.relu(self.up(x))), 0.3)
+
+
+@pytest.mark.parametrize("compute", ["eager", pytest.param("inductor", marks=pytest.mark.costly)])
+def test_paths_are_dropped_for_the_same_samples(compute: str) -> None:
+    losses = []
+    for options in ({"batch_tiles": 2}, {"recompute": "full"}):
+        torch.manual_seed(0)
+        model = Mixed(mixes=False)
+        model.layers = nn.ModuleList(Drops() for _ in range(2))
+        torch._dynamo.reset()
+        backend = zerograph.backend(compute=compute, **options)
+        model.compile(backend=backend, dynamic=False)
+        x = torch.randn(4, 3, 8)
+        torch.manual_seed(1)
+        loss = model(x)
+        loss.backward()
+        losses.append([loss, *(p.grad for p in model.parameters())])
+        assert backend.plan.token_tiles == options.get("batch_tiles", 1)
+    for ours, theirs in zip(*losses, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_a_plan_file_meets_other_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Mixed(mixes=False)
+    file = plan_file("m", lambda: (Mixed(mixes=False), (torch.zeros(8, 3, 8),)), machine_named("cpu"), batch_tiles=4)
+    (tmp_path / "plan.json").write_text(file.to_json())
+    truth = copy.deepcopy(model)
+    torch._dynamo.reset()
+    model.compile(backend=zerograph.backend(compute="eager", plan=str(tmp_path / "plan.json")), dynamic=False)
+    for samples in (8, 5, 1):
+        x = torch.randn(samples, 3, 8)
+        model.zero_grad()
+        truth.zero_grad()
+        model(x).backward()
+        truth(x).backward()
+        for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+            assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+    assert caplog.text.count("has a batch of 1") == 1
+
+
+def test_a_length_that_varies_leaves_layers_whole_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = Mixed(mixes=False)
+    truth = copy.deepcopy(model)
+    torch._dynamo.reset()
+    model.compile(backend=zerograph.backend(compute="eager", batch_tiles=2))
+    for length in (3, 5, 7):
+        x = torch.randn(4, length, 8)
+        model.zero_grad()
+        truth.zero_grad()
+        model(x).backward()
+        truth(x).backward()
+        assert torch.allclose(model.layers[0].up.weight.grad, truth.layers[0].up.weight.grad, atol=1e-6)
+    assert "leaves 2 of 2 layers whole" in caplog.text and "dynamic=False" in caplog.text
+
+
+class Twice(nn.Module):
+    """A stream that one layer works on twice, between other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Looks(False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (0, 1, 0):
+            x = self.layers[i](x)
+        return x.square().mean()
+
+
+def test_a_layer_that_is_called_twice_is_whole_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(4, 3, 8)
+    truth = copy.deepcopy(model)
+    backend = compiled(model, batch_tiles=2)
+    model(x).backward()
+    truth(x).backward()
+    assert "layers.0 because aten.addmm.default is of a layer that runs more than once" in caplog.text
+    assert backend.plan.token_regions == ("layers.1.up:addmm",)
+    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+
+
+class Masked(nn.Module):
+    """Attention with one mask for all samples, whose sides are as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.register_buffer("mask", torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).transpose(1, 2).flatten(2)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_a_mask_as_large_as_the_batch_is_for_all_samples() -> None:
+    torch.manual_seed(0)
+    model, x = Mixed(mixes=False), torch.randn(4, 4, 8)
+    model.layers = nn.ModuleList(Masked() for _ in range(2))
+    truth = copy.deepcopy(model)
+    backend = compiled(model, batch_tiles=2)
+    loss, wanted = model(x), truth(x)
+    loss.backward()
+    wanted.backward()
+    assert backend.plan.token_tiles == 2 and torch.allclose(loss, wanted, atol=1e-6)
+    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)

@@ -154,7 +154,8 @@ class Planner:
         if step.params:
             refuse_unknown(self._config.tile, {**self._params, **{p.name: p for p in step.params}})
         found = self._decided(code, step, plain)
-        if self._config.plan is None:
+        # A plan that is replayed keeps what it says, but for parts of a batch that is another one here.
+        if self._config.plan is None or found.by_sample:
             found = restricted_to_step(found, step)
         require_plan(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
         if step.training:

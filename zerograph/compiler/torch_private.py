@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.graph.attention import ATTENTION, is_random
+from zerograph.graph.torch_private import SAVES_GENERATOR, behind_generator
 
 # Dynamo
 
@@ -187,7 +188,8 @@ def split_by_minimum_cut(
 
     It saves what must be (``recompute``) only where the forward's outputs depend on it. Other nodes tagged to be in the
     forward are outputs while it cuts. Attention without dropout, which torch takes for random, is another function
-    meanwhile: it would save the generator's state for each layer that is recomputed. Seen in 2.11, 2.13.
+    meanwhile: it would save the generator's state for each layer that is recomputed. What is drawn again gets the fake
+    value that torch leaves out. Seen in 2.11, 2.13.
     """
     for node in joint.graph.nodes:
         if node.target in ATTENTION and not is_random(node):
@@ -203,8 +205,15 @@ def split_by_minimum_cut(
         static_lifetime_input_indices=list(static),
     )
     _replace_outputs(forward.graph, outputs, outputs + len(ahead), ())
+    mode = detect_fake_mode([n.meta["val"] for n in joint.graph.find_nodes(op="placeholder")])
+    assert mode is not None  # AOTAutograd traces with fake tensors
     for node in (*forward.graph.nodes, *backward.graph.nodes):
         node.target = getattr(node.target, "operator", node.target)
+        operator, args = behind_generator(node.target, node.args)
+        if operator is not node.target and "val" not in node.meta and node.target is not SAVES_GENERATOR:
+            given = fx.node.map_arg(args, lambda n: n.meta["val"])
+            with mode:
+                node.meta["val"] = operator(*given)
     return forward, backward
 
 

@@ -33,6 +33,10 @@ LOOKUP_SEED = torch.ops.prims.inductor_lookup_seed.default
 """Takes one of :data:`SEEDS` apart. Seen in 2.11, 2.13."""
 
 
+SAVES_GENERATOR = torch.ops.higher_order.run_and_save_rng_state
+"""Calls an operator, and gives the generator's state from before too. Seen in 2.11, 2.13."""
+
+
 def behind_generator(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """The operator that a node calls, and its arguments.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zerograph.core.files.planfile import Holding
-from zerograph.core.instructions import Compute, Computing, OffDevice, Timed
+from zerograph.core.instructions import Accumulate, Compute, Computing, OffDevice, Place, Timed
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.program import Program
 from zerograph.core.timeline import Span, Stream
@@ -92,6 +92,7 @@ class Tasks:
         """Each of them, for people."""
         for index, (instruction, program) in enumerate(self.instructions):
             segment = program.segments[instruction.segment] if isinstance(instruction, Compute) else None
+            product = instruction.flops if isinstance(instruction, (Accumulate, Place)) else 0
             yield Span(
                 task=index,
                 name=program.name(instruction),
@@ -102,7 +103,7 @@ class Tasks:
                 source=instruction.source if isinstance(instruction, Compute) else "",
                 after=self.after[index],
                 key=segment.digest if segment is not None else "",
-                flops=segment.flops // segment.slices if segment is not None else 0,
+                flops=segment.flops // segment.slices if segment is not None else product,
                 operation=instruction.operation,
                 phase=program.kind,
                 bucket=-1 if isinstance(instruction, Computing) else instruction.bucket,
