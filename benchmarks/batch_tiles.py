@@ -54,7 +54,8 @@ def main() -> None:
         times = f"{seconds:6.2f} s, {middle:.2f} ({low:.2f} to {high:.2f}) of the loop"
         share = moved / loop_moved if loop_moved else 1
         peak_share = f"peak {peaks[name] / 1e9:.2f} GB, {peaks[name] / peaks['loop']:.3f} of the loop"
-        console.print(f"{name:15} {times}; {moved / 1e9:6.2f} GB moved, {share:.3f} of the loop; {peak_share}")
+        moved_share = f"{moved / 1e9:6.2f} GB moved, {share:.3f} of the loop"
+        console.print(f"{name:15} {times}; {moved_share}; {peak_share}", soft_wrap=True)
         console.print(f"{'':15} losses {[round(own[2], 5) for own in taken[name]]}")
     if args.json:
         append_json(args.json, {"facts": facts, "taken": taken, "peaks": peaks, "args": vars(args)})
