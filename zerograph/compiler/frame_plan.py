@@ -347,16 +347,16 @@ class Planner:
             constraints = replace(constraints, loss="auto")
             search = Search(step, constraints, self._machine, states=states, moments=self._moments)
             found = search.within(budget)
-        recomputes = constraints.recompute in ("auto", "full")
-        if constraints.tokens is None and step.token_regions and recomputes and (found is None or found.leaves_device):
-            # They recompute all layers: where everything stays on the device without, that is faster.
-            tiled = Search(
-                step, replace(constraints, tokens="auto"), self._machine,
-                states=states, moments=self._moments, thorough=found is None,
-            )  # fmt: skip
-            other = tiled.within(budget)
-            if found is None or (other is not None and other.rank < found.rank):
-                search, found = tiled, other
+        if (
+            found is None
+            and constraints.tokens is None
+            and step.token_regions
+            and constraints.recompute in ("auto", "full")
+        ):
+            # They recompute all layers, and round sums over tokens otherwise than a step in one piece.
+            constraints = replace(constraints, tokens="auto")
+            search = Search(step, constraints, self._machine, states=states, moments=self._moments)
+            found = search.within(budget)
         if found is None:
             raise infeasible(search, step, self._machine, budget)
         self.searched = found.peak

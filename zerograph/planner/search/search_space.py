@@ -52,11 +52,6 @@ class Candidate:
         return sum(mine != theirs for pair in pairs for mine, theirs in zip(*pair, strict=True))
 
     @property
-    def leaves_device(self) -> bool:
-        """Whether anything is on another tier."""
-        return any(self.peaks[1:])
-
-    @property
     def held(self) -> int:
         """Bytes that the device holds between steps."""
         moved = self.space.scheduler.moved(self.plan)
