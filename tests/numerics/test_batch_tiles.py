@@ -12,9 +12,18 @@ import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics.compare import assert_same
 from numerics.test_tiled_loss import Trained, assert_alike, sgd, trains
-from numerics.test_token_tiles import LENGTH, WORDS, Middle, alone, gelu, made, swiglu, twice
+from numerics.test_token_tiles import (
+    LENGTH,
+    WORDS,
+    Middle,
+    alone,
+    assert_same_bits_elsewhere,
+    gelu,
+    made,
+    swiglu,
+    twice,
+)
 from torch import Tensor, nn
 
 import zerograph
@@ -76,16 +85,7 @@ def test_wherever_shards_and_activations_are_the_bits_are_the_same(world_size: i
     found = train(stage=3)
     assert_in_parts(found[0], 2)
     assert_alike(found, exact(gelu, world_size=world_size))
-    others: list[dict[str, Any]] = [
-        {"stage": 3, "activations": "nvme", "path": str(tmp_path)},
-        {"stage": 3, "offload": "parameters", "path": str(tmp_path)},
-        *({"stage": stage} for stage in (1, 2) if world_size > 1),
-        *([{"run": harness.run_processes, "stage": 3}] * (world_size - 1)),
-    ]
-    for options in others:
-        for ours, theirs in zip(train(**options), found, strict=True):
-            assert torch.equal(ours.losses, theirs.losses), options
-            assert_same(ours.grads, theirs.grads)
+    assert_same_bits_elsewhere(found, train, world_size, tmp_path)
 
 
 def test_each_layer_is_gathered_once_in_each_direction() -> None:
@@ -136,6 +136,18 @@ def compiled(model: nn.Module, **options: Any) -> Any:
     return backend
 
 
+def assert_step_of(model: nn.Module, truth: nn.Module, x: Tensor) -> None:
+    """Loss and gradients of ``model`` are those of ``truth``."""
+    model.zero_grad()
+    truth.zero_grad()
+    loss, wanted = model(x), truth(x)
+    loss.backward()
+    wanted.backward()
+    assert torch.allclose(loss, wanted, atol=1e-6)
+    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() < 1e-6
+
+
 def test_a_layer_that_looks_at_several_samples_is_whole_and_the_warning_names_the_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -143,13 +155,10 @@ def test_a_layer_that_looks_at_several_samples_is_whole_and_the_warning_names_th
     model, x = Mixed(), torch.randn(4, 3, 8)
     truth = copy.deepcopy(model)
     backend = compiled(model, batch_tiles=2)
-    model(x).backward()
-    truth(x).backward()
+    assert_step_of(model, truth, x)
     assert "leaves 1 of 2 layers whole, layers.0 because aten.cumsum.default is not known" in caplog.text
     assert "treat every sample by itself (" in caplog.text and "test_batch_tiles.py:" in caplog.text
     assert backend.plan.token_regions == ("layers.1.up:addmm",)
-    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
-        assert (ours.grad - theirs.grad).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(("samples", "why"), [(1, "has a batch of 1"), (0, "has a batch of 0")])
@@ -170,12 +179,7 @@ def test_evaluation_and_other_batches_between_steps() -> None:
         x = torch.randn(samples, 3, 8)
         with torch.no_grad():
             assert torch.allclose(model(x), truth(x), atol=1e-6)
-        model.zero_grad()
-        truth.zero_grad()
-        model(x).backward()
-        truth(x).backward()
-        for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
-            assert torch.allclose(ours.grad, theirs.grad, atol=1e-5)
+        assert_step_of(model, truth, x)
 
 
 @pytest.mark.parametrize(
@@ -280,12 +284,7 @@ def test_a_plan_file_meets_other_batches(tmp_path: Path, caplog: pytest.LogCaptu
     model.compile(backend=zerograph.backend(compute="eager", plan=str(tmp_path / "plan.json")), dynamic=False)
     for samples in (8, 5, 1):
         x = torch.randn(samples, 3, 8)
-        model.zero_grad()
-        truth.zero_grad()
-        model(x).backward()
-        truth(x).backward()
-        for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
-            assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+        assert_step_of(model, truth, x)
     assert caplog.text.count("has a batch of 1") == 1
 
 
@@ -296,11 +295,7 @@ def test_a_length_that_varies_leaves_layers_whole_with_a_warning(caplog: pytest.
     model.compile(backend=zerograph.backend(compute="eager", batch_tiles=2))
     for length in (3, 5, 7):
         x = torch.randn(4, length, 8)
-        model.zero_grad()
-        truth.zero_grad()
-        model(x).backward()
-        truth(x).backward()
-        assert torch.allclose(model.layers[0].up.weight.grad, truth.layers[0].up.weight.grad, atol=1e-6)
+        assert_step_of(model, truth, x)
     assert "leaves 2 of 2 layers whole" in caplog.text and "dynamic=False" in caplog.text
 
 
@@ -322,12 +317,9 @@ def test_a_layer_that_is_called_twice_is_whole_and_says_so(caplog: pytest.LogCap
     model, x = Twice(), torch.randn(4, 3, 8)
     truth = copy.deepcopy(model)
     backend = compiled(model, batch_tiles=2)
-    model(x).backward()
-    truth(x).backward()
+    assert_step_of(model, truth, x)
     assert "layers.0 because aten.addmm.default is of a layer that runs more than once" in caplog.text
     assert backend.plan.token_regions == ("layers.1.up:addmm",)
-    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
 
 
 class Masked(nn.Module):
@@ -350,9 +342,5 @@ def test_a_mask_as_large_as_the_batch_is_for_all_samples() -> None:
     model.layers = nn.ModuleList(Masked() for _ in range(2))
     truth = copy.deepcopy(model)
     backend = compiled(model, batch_tiles=2)
-    loss, wanted = model(x), truth(x)
-    loss.backward()
-    wanted.backward()
-    assert backend.plan.token_tiles == 2 and torch.allclose(loss, wanted, atol=1e-6)
-    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+    assert_step_of(model, truth, x)
+    assert backend.plan.token_tiles == 2

@@ -153,23 +153,30 @@ def test_dropout_draws_the_same_numbers() -> None:
     assert_alike(found, untiled)
 
 
+def assert_same_bits_elsewhere(
+    found: list[Trained], train: Callable[..., list[Trained]], world: int, path: Path
+) -> None:
+    """What was ``found`` at stage 3 is what ``train`` finds at other stages and tiers, and on real processes."""
+    saved_on_nvme = {"stage": 3, "activations": "nvme", "path": str(path)}
+    others: list[dict[str, Any]] = [
+        saved_on_nvme,
+        {"stage": 3, "offload": "parameters", "path": str(path)},
+        *({"stage": stage} for stage in (1, 2) if world > 1),
+        *([{"run": harness.run_processes, **saved_on_nvme}] * (world - 1)),
+    ]
+    for options in others:
+        for ours, theirs in zip(train(**options), found, strict=True):
+            assert torch.equal(ours.losses, theirs.losses), options
+            assert_same(ours.grads, theirs.grads)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_wherever_shards_and_activations_are_the_bits_are_the_same(world_size: int, tmp_path: Path) -> None:
     train = partial(trained, gelu, world_size=world_size, token_tiles=4)
     found = train(stage=3)
     assert_in_tiles(found[0], 4)
     assert_alike(found, exact(gelu, world_size=world_size))
-    saved_on_nvme = {"stage": 3, "activations": "nvme", "path": str(tmp_path)}
-    others: list[dict[str, Any]] = [
-        saved_on_nvme,
-        {"stage": 3, "offload": "parameters", "path": str(tmp_path)},
-        *({"stage": stage} for stage in (1, 2) if world_size > 1),
-        *([{"run": harness.run_processes, **saved_on_nvme}] * (world_size - 1)),
-    ]
-    for options in others:
-        for ours, theirs in zip(train(**options), found, strict=True):
-            assert torch.equal(ours.losses, theirs.losses), options
-            assert_same(ours.grads, theirs.grads)
+    assert_same_bits_elsewhere(found, train, world_size, tmp_path)
 
 
 def test_half_of_the_layers() -> None:

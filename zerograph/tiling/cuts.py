@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,17 @@ class Cut:
     def moved(self, by: int) -> Cut:
         """The same, ``by`` dimensions farther on."""
         return self.at(dim + by for dim in self.dims)
+
+    def without(self, dims: Collection[int]) -> Cut:
+        """The same, of a value that lacks ``dims``."""
+        return self.at(dim - sum(gone < dim for gone in dims) for dim in self.dims if dim not in dims)
+
+    def beside(self, dims: Iterable[int]) -> Cut:
+        """The same, of a value that has ``dims`` too; what :meth:`without` undoes."""
+        found = self
+        for new in sorted(dims):
+            found = found.at(dim + int(new <= dim) for dim in found.dims)
+        return found
 
     def places(self, node: fx.Node) -> int:
         """Places of the dimension that belong to one of what is counted, in what ``node`` makes."""
@@ -97,8 +108,7 @@ def cut_of_result(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
     """
     target: Any = node.target
     if target in SEVERAL:
-        own, gone = _of_several(node, cut), _unbound(node)
-        return own.at(d - int(gone < d) for d in own.dims) if gone is not None else own
+        return _of_several(node, cut).without(_unbound(node))
     if target in PRODUCTS:
         *bias, left, right = node.args
         if left is not right and not {left, right}.intersection(bias) and not node.kwargs:
@@ -110,6 +120,8 @@ def cut_of_result(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
             return cut
     elif target in ATTENTION:
         return _of_attention(node, cut)
+    elif target is operator.getitem and source.target in SEVERAL:
+        return cut
     elif target is operator.getitem and source.target in ATTENTION:
         return cut if _is_by_sample(node) else cut.at(())
     elif target in _REDUCTIONS:
@@ -119,15 +131,14 @@ def cut_of_result(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
     elif (order := _order(node)) is not None:
         return _in_order(node, cut, [order.index(d) for d in cut.dims])
     elif target is aten.unsqueeze.default:
-        return cut.at(d + int(_dim(node) <= d) for d in cut.dims)
-    elif target in _SELECTS:
-        gone = _selected(node)
-        if target is aten.select_scatter.default:
-            cut = cut.at(d + int(gone <= d) for d in cut.dims) if source is not node.args[0] else cut
-            if gone not in cut.dims:
-                return cut
-        elif gone not in cut.dims:
-            return cut.at(d - int(gone < d) for d in cut.dims)
+        return cut.beside([_dim(node)])
+    elif target is aten.select.int:
+        if (gone := _selected(node)) not in cut.dims:
+            return cut.without([gone])
+    elif target is aten.select_scatter.default:
+        found = cut if source is node.args[0] else cut.beside([_selected(node)])
+        if _selected(node) not in found.dims:
+            return found
     elif _works_by_place(node, cut.moved(rise := len(shape_of(node)) - len(shape_of(source)))):
         return cut.moved(rise)
     raise Mixes(node, "is not known to treat every {} by itself")
@@ -157,21 +168,19 @@ def cut_of_operand(node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | Non
         if target in ATTENTION:
             return _given_to_attention(node, source, cut)
         if target in SEVERAL:
-            unbound = _unbound(node)
-            return _of_several(node, cut.at(d + int(unbound <= d) for d in cut.dims) if unbound is not None else cut)
+            return _of_several(node, cut.beside(_unbound(node)))
         if target in VIEWS:
             return _viewed(node, shape_of(node), cut, shape_of(source))
         if (order := _order(node)) is not None:
             return _in_order(node, cut, [order[d] for d in cut.dims])
         if target is aten.unsqueeze.default:
-            return cut.at(d - int(_dim(node) < d) for d in cut.dims if d != _dim(node))
+            return cut.without([_dim(node)])
         if target is aten.select.int:
-            return cut.at(d + int(_selected(node) <= d) for d in cut.dims)
+            return cut.beside([_selected(node)])
         if target is aten.select_scatter.default and _selected(node) not in cut.dims:
-            return cut if source is node.args[0] else cut.at(d - int(_selected(node) < d) for d in cut.dims)
+            return cut if source is node.args[0] else cut.without([_selected(node)])
         if target in _REDUCTIONS:
-            gone = () if _keeps(node) else sorted(_over(node))
-            return cut.at(_with_dims(cut.dims, gone))
+            return cut if _keeps(node) else cut.beside(_over(node))
         if is_slice_of(node, cut):
             if source is sliced(node):
                 return cut
@@ -225,9 +234,9 @@ def _of_several(node: fx.Node, cut: Cut) -> Cut:
     return cut
 
 
-def _unbound(node: fx.Node) -> int | None:
-    """The dimension that each of several tensors lacks."""
-    return _dim_of_first(node, 1) if node.target is aten.unbind.int else None
+def _unbound(node: fx.Node) -> list[int]:
+    """The dimension that each of several tensors lacks, if they lack one."""
+    return [_dim_of_first(node, 1)] if node.target is aten.unbind.int else []
 
 
 def _dim_of_first(node: fx.Node, at: int) -> int:
@@ -331,7 +340,7 @@ def _reduced(node: fx.Node, cut: Cut) -> Cut | None:
     dims = _over(node)
     over = dims & set(cut.dims)
     if not over:
-        return cut if _keeps(node) else cut.at(d - sum(gone < d for gone in dims) for d in cut.dims)
+        return cut if _keeps(node) else cut.without(dims)
     if len(over) < len(cut.dims) or node.target not in SUMS | MEANS:
         raise Mixes(node, "does more than sum over {}s")
     return None
@@ -347,14 +356,6 @@ def _over(node: fx.Node) -> set[int]:
 def _keeps(node: fx.Node) -> bool:
     """Whether a reduction leaves what it is over as dimensions of 1."""
     return len(node.args) > 2 and bool(node.args[2])
-
-
-def _with_dims(dims: Iterable[int], gone: Sequence[int]) -> list[int]:
-    """Where ``dims`` of a reduction's result are in what it reads, which has those that are ``gone`` too."""
-    found = list(dims)
-    for each in gone:
-        found = [d + int(each <= d) for d in found]
-    return found
 
 
 def _viewed(node: fx.Node, before: Sequence[int], cut: Cut, after: Sequence[int]) -> Cut:

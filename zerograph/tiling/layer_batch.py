@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from zerograph.graph.attention import ATTENTION, is_random
+from zerograph.graph.attention import is_random
 from zerograph.graph.layers import layer_of_node
 from zerograph.graph.ops import INSTRUCTIONS
 from zerograph.tiling.cuts import (
@@ -23,7 +23,6 @@ from zerograph.tiling.cuts import (
     VIEWS,
     Cut,
     Mixes,
-    cut_of_result,
     is_pointwise,
     is_slice_of,
     shape_of,
@@ -100,8 +99,6 @@ class _BatchGrowth(RegionGrowth):
             raise Mixes(node, "takes some {}s")
         self._check_places(node, node, cut)
         super().entered(node, cut)
-        if node.target in ATTENTION and cut is not None:
-            self.region.cuts.update((part, cut_of_result(part, node, cut)) for part in self._users(node))
 
     def operand(self, node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | None:
         found = super().operand(node, source, cut)

@@ -177,8 +177,8 @@ class RegionGrowth(Growth):
         window = window_of(node, cut) if cut is not None else None
         if window is not None:
             self._look_through(window, node)
-        if node.target in SEVERAL:
-            self.region.cuts.update((part, cut) for part in self._users(node))
+        if node.target in SEVERAL.keys() | ATTENTION and cut is not None:
+            self.region.cuts.update((part, cut_of_result(part, node, cut)) for part in self._users(node))
 
     def makes(self, node: fx.Node, source: fx.Node, cut: Cut) -> bool:
         if source.target in SEVERAL:

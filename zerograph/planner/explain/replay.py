@@ -65,8 +65,7 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     if regions != plan.token_regions:
         if plan.by_sample and step.training:
             warn_of_whole_layers(step, replace(plan, token_regions=regions), plan.token_tiles)
-        tiled = {"token_tiles": plan.token_tiles, "by_sample": plan.by_sample} if regions else _UNTILED
-        plan = replace(plan, token_regions=regions, **tiled)
+        plan = replace(plan, token_regions=regions) if regions else replace(plan, **_UNTILED)
     if plan.head not in made or step.untiled_logits:
         if plan.head and step.untiled_logits:
             tiles = f"{plan.loss_tiles} tiles of the loss were planned"
@@ -118,7 +117,7 @@ def _of_activations(plan: Plan, step: Step) -> Plan:
 
 def _without_activations(plan: Plan) -> Plan:
     """``plan`` without what it decides of activations."""
-    return replace(plan, recompute=(), save=(), offload=(), loss_tiles=1, head="", token_regions=(), **_UNTILED)
+    return replace(plan, recompute=(), save=(), offload=(), loss_tiles=1, head="", **_UNTILED)
 
 
 def _loops_of(plan: Plan, step: Step) -> Plan:
@@ -170,12 +169,11 @@ def _layers(plan: Plan, step: Step) -> Iterator[str]:
     yield from (f"{name} is saved in the plan, and not made here" for name in plan.save if name not in made)
     if plan.head and plan.head not in made:
         yield f"{plan.head} is made in {plan.loss_tiles} tiles in the plan, and not made here"
-    # A batch of another size may have one sample, and needs no parts then.
-    by_token = {region.activation for region in step.token_regions} if not plan.by_sample else set(plan.token_regions)
+    by_token = {region.activation for region in regions_of(step, by_sample=False)}
     yield from (
         f"{name} is made in {plan.token_tiles} tiles of tokens in the plan, and cannot be here"
         for name in plan.token_regions
-        if name not in by_token
+        if name not in by_token and not plan.by_sample  # a batch of another size may have one sample
     )
     off = (name for name, _ in plan.offload if name not in layers and name not in made)
     yield from (f"activations of {name} leave the device in the plan, and are not made here" for name in off)
@@ -206,4 +204,5 @@ def _text(value: object) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-_UNTILED: dict[str, Any] = {"token_tiles": 1, "by_sample": False}
+_UNTILED: dict[str, Any] = {"token_tiles": 1, "token_regions": (), "by_sample": False}
+"""What plans say of layers that run whole."""
