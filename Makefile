@@ -11,7 +11,7 @@ LINT   := build/lint
 PAGES  := build/docs/pages
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* csrc/bindings/*)
 
-.PHONY: help demo test test-full faults lint docs format bench pictures gpu-test gpu-bench clean
+.PHONY: help demo test test-full fake-test faults lint docs format bench pictures gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test       install with the test tools and run the quick tests (TESTS=path narrows it, WORKERS=0 shows output)"
 	@echo "                TORCH='torch==2.14.1' does either with another torch, in a fresh VENV=folder"
 	@echo "make test-full  every test"
+	@echo "make fake-test  the tests of accelerators, on one that needs no hardware (tests/fake_device)"
 	@echo "make faults     which test catches each seeded fault of tests/faults (FAULTS=name narrows it)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make docs       the guide and the API reference into build/docs/site, with every link checked"
@@ -37,6 +38,9 @@ test: $(VENV)/.installed-dev
 
 test-full: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --timeout=$(TIMEOUT) -n $(WORKERS) --dist worksteal --hypothesis-profile=full $(TESTS)
+
+fake-test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --timeout=$(TIMEOUT) -n $(WORKERS) --dist worksteal --device=fake $(or $(TESTS),tests/fake_device tests/gpu)
 
 faults: $(VENV)/.installed-dev
 	$(BIN)/python tests/faults/run.py $(FAULTS)

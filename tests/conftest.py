@@ -37,6 +37,19 @@ COLLECT = (100_000, 20, 100)
 gc.set_threshold(*COLLECT)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--device=fake`` runs tests of accelerators on one that needs no hardware."""
+    parser.addoption("--device", choices=["fake"], help="the accelerator of tests/gpu that this machine is to have")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let this process have the accelerator, and those that it starts."""
+    if config.getoption("--device") == "fake":
+        from fake_device import device
+
+        device.load()
+
+
 COSTLY = ("numerics", "integrations")
 """Rooms in which a case takes seconds: it trains models, mostly on several processes."""
 

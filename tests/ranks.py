@@ -141,10 +141,15 @@ def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
     from conftest import COLLECT
+    from fake_device import device
 
     torch.set_num_threads(1)
     gc.set_threshold(*COLLECT)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    backend = "gloo"
+    if os.environ.get(device.LIBRARY):  # the tests were told to have it
+        device.load()
+        backend = device.GROUP
+    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while True:
         # What compilers keep piles up, and is searched by collections and by adoption: half of the time in the end.
         gc.collect()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu.accelerator import here
 from optim.training import PAIRS, assert_close, give_gradients, parameters
 
 import zerograph.optim as native
 
 
 def _spread(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(p.detach().cuda()) if i % 2 else p for i, p in enumerate(params)]
+    return [torch.nn.Parameter(p.detach().to(here())) if i % 2 else p for i, p in enumerate(params)]
 
 
 @pytest.mark.parametrize("name", PAIRS)

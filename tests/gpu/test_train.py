@@ -1,4 +1,4 @@
-"""Training on one GPU: alone, and as two gloo ranks that share it."""
+"""Training on one accelerator: alone, and as two gloo ranks that share it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from gpu.accelerator import backend, here
 from ranks import run
 from torch import nn
 
-import zerograph
+
+def _batch() -> torch.Tensor:
+    return torch.randn(16, 32, device=here(), generator=torch.Generator(here()).manual_seed(1))
 
 
 def _model() -> nn.Module:
@@ -19,10 +22,10 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), *layers, nn.Linear(64, 8))
 
 
-def _losses(backend: object, batch: torch.Tensor, steps: int = 4) -> list[float]:
-    model = _model().cuda()
+def _losses(compiler: object, batch: torch.Tensor, steps: int = 4) -> list[float]:
+    model = _model().to(here())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    compiled = torch.compile(model, backend=backend) if backend is not None else model
+    compiled = torch.compile(model, backend=compiler) if compiler is not None else model
     losses = []
     for _ in range(steps):
         loss = compiled(batch).float().pow(2).mean()
@@ -30,7 +33,7 @@ def _losses(backend: object, batch: torch.Tensor, steps: int = 4) -> list[float]
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach().clone()
-        if dist.is_initialized() and backend is not None:
+        if dist.is_initialized() and compiler is not None:
             dist.all_reduce(mean)
             mean /= dist.get_world_size()
         losses.append(mean.item())
@@ -39,28 +42,30 @@ def _losses(backend: object, batch: torch.Tensor, steps: int = 4) -> list[float]
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_gpu_trains_like_plain_pytorch(stage: int) -> None:
-    batch = torch.randn(16, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    batch = _batch()
     plain = _losses(None, batch)
-    assert _losses(zerograph.backend(stage=stage), batch) == pytest.approx(plain, rel=1e-4)
+    assert _losses(backend(stage=stage), batch) == pytest.approx(plain, rel=1e-4)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_gpu_runs_the_collectives_of_nccl(
-    stage: int, nccl: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+def test_one_gpu_runs_the_collectives_of_its_group(
+    stage: int, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
-    batch = torch.randn(16, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    backend, plain = zerograph.backend(stage=stage, bucket_size="64KB"), _losses(None, batch)
-    assert _losses(backend, batch) == pytest.approx(plain, rel=1e-4)
-    assert backend.report().transport == "torch.distributed (nccl)"
+    batch = _batch()
+    compiler, plain = backend(stage=stage, bucket_size="64KB"), _losses(None, batch)
+    assert _losses(compiler, batch) == pytest.approx(plain, rel=1e-4)
+    own = "nccl" if here().type == "cuda" else "fakeccl"
+    assert compiler.report().transport == f"torch.distributed ({own})"
 
 
-def test_a_step_is_recorded(nccl: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.cuda
+def test_a_step_is_recorded(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
-    model, backend, batch = _model().cuda(), zerograph.backend(stage=3), torch.randn(16, 32, device="cuda")
-    optimizer, compiled = torch.optim.AdamW(model.parameters()), torch.compile(model, backend=backend)
+    model, compiler, batch = _model().to(here()), backend(stage=3), torch.randn(16, 32, device=here())
+    optimizer, compiled = torch.optim.AdamW(model.parameters()), torch.compile(model, backend=compiler)
     for recorded in (False, False, True):
-        with backend.record() if recorded else contextlib.nullcontext() as recording:
+        with compiler.record() if recorded else contextlib.nullcontext() as recording:
             compiled(batch).float().pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -69,12 +74,12 @@ def test_a_step_is_recorded(nccl: dist.ProcessGroup, monkeypatch: pytest.MonkeyP
 
 
 def _two_ranks(stage: int | None) -> list[float]:
-    torch.cuda.set_device(0)
-    batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).cuda()
+    torch.accelerator.set_device_index(0)
+    batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(here())
     if stage is None:
         return _losses(None, batch)
     half = batch.chunk(dist.get_world_size())[dist.get_rank()]
-    return _losses(zerograph.backend(stage=stage, bucket_size="64KB"), half)
+    return _losses(backend(stage=stage, bucket_size="64KB"), half)
 
 
 def test_stages_agree_on_two_ranks_of_one_gpu() -> None:

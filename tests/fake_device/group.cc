@@ -1,0 +1,140 @@
+#include "group.h"
+
+#include <utility>
+
+#include "operators.h"
+#include "streams.h"
+
+namespace fake {
+namespace {
+
+using c10d::Work;
+using Works = c10::intrusive_ptr<Work>;
+using Tensors = std::vector<at::Tensor>;
+
+Tensors kernels(const Tensors& tensors) {
+  Tensors found;
+  for (const auto& tensor : tensors) found.push_back(tensor.is_cpu() ? tensor : seen_by_kernels(tensor));
+  return found;
+}
+
+// As NCCL's: to wait for it lets the current stream wait, and the caller go on. Tensors live until then.
+class Collective final : public Work {
+ public:
+  Collective(std::int64_t stream, Tensors alive) : end_(Mark::set(stream)), alive_(std::move(alive)) {}
+  bool isCompleted() override { return end_->passed(); }
+  bool isSuccess() const override { return end_->passed(); }
+  void synchronize() override {
+    end_->hold(current_stream());
+    alive_.clear();
+  }
+  bool wait(std::chrono::milliseconds) override {
+    synchronize();
+    return true;
+  }
+
+ private:
+  std::shared_ptr<Mark> end_;
+  Tensors alive_;
+};
+
+class Group final : public c10d::Backend {
+ public:
+  explicit Group(c10::intrusive_ptr<c10d::Backend> below)
+      : Backend(below->getRank(), below->getSize()), below_(std::move(below)), stream_(new_stream()) {}
+
+  const std::string getBackendName() const override { return "fakeccl"; }
+
+  Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return begin(tensors, [below = below_, own = kernels(tensors), options]() mutable {
+      below->allreduce(own, options)->wait();
+    });
+  }
+
+  Works broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return begin(tensors, [below = below_, own = kernels(tensors), options]() mutable {
+      below->broadcast(own, options)->wait();
+    });
+  }
+
+  Works allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    std::vector<Tensors> into;
+    Tensors alive = inputs;
+    for (const auto& output : outputs) {
+      into.push_back(kernels(output));
+      alive.insert(alive.end(), output.begin(), output.end());
+    }
+    return begin(alive, [below = below_, into, own = kernels(inputs), options]() mutable {
+      below->allgather(into, own, options)->wait();
+    });
+  }
+
+  Works scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    std::vector<Tensors> from;
+    Tensors alive = outputs;
+    for (const auto& input : inputs) {
+      from.push_back(kernels(input));
+      alive.insert(alive.end(), input.begin(), input.end());
+    }
+    return begin(alive, [below = below_, from, own = kernels(outputs), options]() mutable {
+      below->scatter(own, from, options)->wait();
+    });
+  }
+
+  Works _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    Tensors both{output, input};
+    return begin(both, [below = below_, own = kernels(both), options]() mutable {
+      below->_allgather_base(own[0], own[1], options)->wait();
+    });
+  }
+
+  Works _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                             const c10d::ReduceScatterOptions& options) override {
+    Tensors both{output, input};
+    return begin(both, [below = below_, own = kernels(both), options]() mutable {
+      below->_reduce_scatter_base(own[0], own[1], options)->wait();
+    });
+  }
+
+  Works allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                        const c10d::AllgatherOptions& options) override {
+    Tensors alive = outputs;
+    alive.insert(alive.end(), inputs.begin(), inputs.end());
+    return begin(alive, [below = below_, into = kernels(outputs), own = kernels(inputs), options]() mutable {
+      for (std::size_t i = 0; i < into.size(); ++i) below->_allgather_base(into[i], own[i], options)->wait();
+    });
+  }
+
+  Works allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return begin(tensors, [below = below_, own = kernels(tensors), options]() mutable {
+      for (auto& one : own) {
+        Tensors alone{one};
+        below->allreduce(alone, options)->wait();
+      }
+    });
+  }
+
+  Works barrier(const c10d::BarrierOptions& options) override {
+    fake::synchronize();
+    return below_->barrier(options);
+  }
+
+ private:
+  Works begin(Tensors alive, Job job) {
+    // Behind what the caller's stream was told.
+    Mark::set(current_stream())->hold(stream_);
+    launch(stream_, std::move(job));
+    return c10::make_intrusive<Collective>(stream_, std::move(alive));
+  }
+
+  c10::intrusive_ptr<c10d::Backend> below_;
+  std::int64_t stream_;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> group_over(c10::intrusive_ptr<c10d::Backend> below) {
+  return c10::make_intrusive<Group>(std::move(below));
+}
+
+}  // namespace fake

@@ -1,0 +1,27 @@
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/extension.h>
+
+#include "generator.h"
+#include "group.h"
+#include "memory.h"
+#include "operators.h"
+#include "streams.h"
+
+namespace fake {
+void register_device();
+}
+
+PYBIND11_MODULE(_fake_device, module) {
+  fake::register_device();
+  module.def("synchronize", [] { fake::synchronize(); }, pybind11::call_guard<pybind11::gil_scoped_release>());
+  module.def("default_generator", [] { return fake::default_generator(); });
+  module.def("manual_seed", &fake::manual_seed, pybind11::call_guard<pybind11::gil_scoped_release>());
+  module.def("delay", &fake::delay);
+  module.def("held", &fake::held);
+  module.def("most_held", &fake::most_held);
+  module.def("forget_most_held", &fake::forget_most_held);
+  module.def("waited_for", &fake::waited_for);
+  module.def("pin", [](std::uintptr_t at, std::size_t size) { fake::pin(reinterpret_cast<void*>(at), size); });
+  module.def("unpin", [](std::uintptr_t at) { fake::unpin(reinterpret_cast<void*>(at)); });
+  module.def("group_over", &fake::group_over);
+}

@@ -1,0 +1,22 @@
+"""The accelerator that tests run on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import zerograph
+
+
+def here() -> torch.device:
+    """Its first device."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return torch.device(device.type, 0)
+
+
+def backend(**options: Any) -> zerograph.Backend:
+    """A backend that compiles, where there is a compiler for the accelerator."""
+    own = {} if here().type == "cuda" else {"compute": "eager"}
+    return zerograph.backend(**own, **options)
