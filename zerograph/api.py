@@ -281,15 +281,16 @@ def backend(*positional: Any, **options: Any) -> Backend:
         offload: tensors that leave the device between their uses (docs/guide/offload.md): "none"; "optimizer": states,
             and masters of parameters that compute in another dtype; "gradients": those too; "parameters": all of
             these; or "auto": per bucket as much as has to leave for the step to fit ``memory``.
-        tier: where they go: "nvme", the default; "host", which has to be given on GPUs, and on a CPU needs a
-            ``machine`` that counts as split.
+        tier: where they go: "nvme", the default, on GPUs through the host; "host", which on a CPU needs a ``machine``
+            that counts as split.
         update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
             slots and back. Not with anything on NVMe, and not on GPUs.
         host_memory: bytes of the host's memory that a rank may use for offload, ``"100GiB"`` or a number; default: its
-            share of the free memory, and no more than ``machine`` has.
+            share of the free memory, and no more than ``machine`` has. With ``offload="auto"`` on a GPU, a search uses
+            the host beside NVMe where it is given.
         activations: where activations of repeated layers wait for the backward: "keep" keeps them on the device; "host"
-            (on GPUs, and on a ``machine`` that counts as split) and "nvme" (not on GPUs) move them there layer by
-            layer, and back before the layer's backward. "auto" keeps them, unless ``offload`` moves something and
+            (on GPUs, and on a ``machine`` that counts as split) and "nvme" move them there layer by layer, and back
+            before the layer's backward. "auto" keeps them, unless ``offload`` moves something and
             ``memory`` is given: then it is chosen by layer.
         path: folder on NVMe, or a list of folders to stripe over; needed where something goes to NVMe.
         nvme: bytes that a rank reserves there, ``"500GiB"`` or a number; default: room for two moments of each of its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Fetches:
 
     def __init__(self, room: ArenaRoom, locations: Locations, copies: Copies) -> None:
         self._room, self._locations, self._copies = room, locations, copies
-        self._buffers = BufferPool(huge_tensor)
+        self._buffers = BufferPool(huge_tensor)  # where the host has no memory of its own, which stages
         self._order: dict[str, int] = {}  # by parameter, in the order in which forwards first gather them
         self.following: set[ForwardUpdate] = set()
 
@@ -125,7 +126,8 @@ class Fetches:
         if fetch.on_host:
             reads, fetch.under_way = fetch.under_way, []
             sources = {place: fetch.shards[place] for place in fetch.on_host}
-            targets = self._locations.hosted.fetch(sources, lambda: self._wait_for(reads), fetch.copies)
+            arrived = partial(self._wait_for, reads) if reads else None
+            targets = self._locations.hosted.fetch(sources, arrived, fetch.copies)
             fetch.shards = [targets.get(place, shard) for place, shard in enumerate(fetch.shards)]
             fetch.on_host = []
         return fetch
@@ -148,7 +150,7 @@ class Fetches:
     def _read(
         self, extent: Extent, block: Block, dtype: torch.dtype, run: ShardRun, under_way: list[Ticket]
     ) -> dict[str, Tensor]:
-        memory = self._buffers.take((run.end - run.begin) * dtype.itemsize).view(dtype)
+        memory = self._take((run.end - run.begin) * dtype.itemsize).view(dtype)
         under_way.append(self._begin(extent, block, memory, run.begin))
         found = {}
         for name in run.names:
@@ -167,9 +169,13 @@ class Fetches:
         rows = tile_of(tile, like)
         first = block.begins[tile.name] + tile.begin * like.stride(0)
         begin, end = first // UNIT * UNIT, -(-(first + rows.numel()) // UNIT) * UNIT
-        memory = self._buffers.take((end - begin) * dtype.itemsize).view(dtype)
+        memory = self._take((end - begin) * dtype.itemsize).view(dtype)
         under_way.append(self._begin(extent, block, memory, begin))
         return memory[first - begin :][: rows.numel()].view(rows.shape)
+
+    def _take(self, size: int) -> Tensor:
+        host = self._locations.host
+        return host.memory.stage(size) if host is not None else self._buffers.take(size)
 
     def _begin(self, extent: Extent, block: Block, memory: Tensor, begin: int) -> Ticket:
         """Begin to read what ``extent`` has of ``block``, from the element ``begin`` on."""

@@ -113,7 +113,6 @@ class OffloadedGradients:
         if self._spilled is None:
             room, host, of_gradients = self._room, self._locations.host, self._slots.of_gradients
             after_copies = host.memory.after_copies if host is not None else None
-            assert (after_copies is None) == (host is None)  # NVMe behind an accelerator is refused
             params = self._locations.params
             self._spilled = SpilledGradients(params, room.arena, of_gradients, room.extent, after_copies)
         self._slots.wait()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from zerograph.core.slots import SLOTS
+from zerograph.runtime.buffers import BufferPool
+from zerograph.runtime.offload.background import Background
+from zerograph.runtime.offload.nvme import huge_tensor
 
 log = logging.getLogger(__name__)
 
@@ -39,19 +48,23 @@ class HostMemory(Protocol):
 
     device: torch.device
 
-    @property
-    def after_copies(self) -> AfterCopies | None:
-        """See :data:`AfterCopies`. Writes to NVMe behind the host need it; None where that is not supported."""
-
     def room(self, size: int) -> Tensor:
         """So many bytes on the host, which the device can copy from and to by itself."""
+
+    def stage(self, size: int) -> Tensor:
+        """So many bytes on the host, for what is on its way between a disk and the device; used again when nothing
+        reads or writes them any more."""
 
     def above(self, size: int) -> Tensor:
         """So many bytes on the device."""
 
-    def start(self, pairs: Pairs, arrived: Callable[[], None] = ...) -> Transfer:
+    def start(self, pairs: Pairs, arrived: Callable[[], None] | None = None) -> Transfer:
         """Begin to copy each source to its target, once the device has done all that it was told before, and
-        ``arrived()`` has returned: sources have their values then."""
+        ``arrived()`` has returned, where it is given: sources have their values then. What that raises, waiting for
+        the transfer raises."""
+
+    def after_copies(self, job: Callable[[], None]) -> Future[None]:
+        """See :data:`AfterCopies`."""
 
 
 class AcceleratorHost:
@@ -59,14 +72,19 @@ class AcceleratorHost:
 
     A transfer begins when the compute stream has come to where it was started, so that memory is used again in its
     order. Compute waits for the event at a transfer's end, and for nothing else; whoever holds a transfer keeps its
-    tensors alive until then, so that the allocator needs to know of no second stream.
-    """
+    tensors alive until then, so that the allocator needs to know of no second stream. Memory of the host is kept until
+    the event has passed: disks write to it in no stream's order.
 
-    after_copies = None  # a thread would have to wait for the events of copies
+    What has to wait for a disk or for the device on the host does so in two threads, one for each direction.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._up, self._down = torch.Stream(device=device), torch.Stream(device=device)
+        self._rising, self._leaving = Background("zerograph-copy-up"), Background("zerograph-copy-down")
+        self._under_way: deque[_Copying] = deque()  # each keeps its memory on the host
+        self._lock = threading.Lock()  # updates copy in a thread of their own
+        self._staged = BufferPool(self._pinned)
 
     @torch.inference_mode(False)  # an evaluation's memory serves training afterwards
     def room(self, size: int) -> Tensor:
@@ -77,33 +95,109 @@ class AcceleratorHost:
             _warn_of_pageable(str(error).partition("\n")[0])
             return torch.empty(size, dtype=torch.uint8)
 
+    def stage(self, size: int) -> Tensor:
+        """See :class:`HostMemory`; page-locked. The host waits for the device where it is so far ahead that memory for
+        more than a ring of slots would be needed."""
+        with self._lock:
+            while len(self._under_way) > SLOTS:
+                self._under_way.popleft().end()
+            self._forget_ended()
+            return self._staged.take(size)
+
+    @torch.inference_mode(False)
+    def _pinned(self, size: int) -> Tensor:
+        """Memory of this very size: torch's own page-locked memory has a power of two."""
+        memory, driver = huge_tensor(size), getattr(torch.get_device_module(self.device), "cudart", None)
+        if driver is None or not size:
+            return self.room(size)
+        failed = int(driver().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if failed:
+            _warn_of_pageable(f"error {failed} of cudaHostRegister")
+        else:
+            weakref.finalize(memory, driver().cudaHostUnregister, memory.data_ptr())
+        return memory
+
     def above(self, size: int) -> Tensor:
         """See :class:`HostMemory`; torch's allocator keeps it between steps."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def start(self, pairs: Pairs, arrived: Callable[[], None] = lambda: None) -> _Event:
+    def start(self, pairs: Pairs, arrived: Callable[[], None] | None = None) -> _Copying:
         """See :class:`HostMemory`."""
-        arrived()
         stream = self._down if pairs[0][1].is_cpu else self._up
-        stream.wait_stream(torch.accelerator.current_stream(self.device))
-        with stream:
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
-        return _Event(stream.record_event(), self.device, pairs)
+        before = torch.accelerator.current_stream(self.device).record_event()
+
+        @torch.inference_mode()  # in which tensors of the caller's may be made, and which threads do not inherit
+        def copy() -> torch.Event:
+            if arrived is not None:
+                arrived()
+            stream.wait_event(before)
+            with stream:
+                for source, target in pairs:
+                    target.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+        copying = _Copying(self.device, pairs)
+        if arrived is None:
+            copying.begun.set_result(copy())
+        else:
+            self._rising.start(lambda: copying.begin(copy))
+        with self._lock:
+            self._forget_ended()
+            self._under_way.append(copying)
+        return copying
+
+    def _forget_ended(self) -> None:
+        while self._under_way and self._under_way[0].has_ended():
+            self._under_way.popleft()
+
+    def after_copies(self, job: Callable[[], None]) -> Future[None]:
+        """See :data:`AfterCopies`."""
+        copied = self._down.record_event()
+
+        @torch.inference_mode()
+        def work() -> None:
+            copied.synchronize()
+            job()
+
+        return self._leaving.start(work)
 
 
-class _Event:
-    def __init__(self, end: torch.Event, device: torch.device, pairs: Pairs) -> None:
-        self._end, self._device, self._pairs = end, device, pairs
+class _Copying:
+    """A transfer.
+
+    Attributes:
+        begun: gives the event at its end, once that is recorded.
+    """
+
+    def __init__(self, device: torch.device, pairs: Pairs) -> None:
+        self._device, self._pairs = device, pairs
+        self._on_host = [tensor for pair in pairs for tensor in pair if tensor.is_cpu]
+        self.begun: Future[torch.Event] = Future()
+
+    def begin(self, copy: Callable[[], torch.Event]) -> None:
+        """Begin in another thread than the one that waits."""
+        try:
+            self.begun.set_result(copy())
+        except BaseException as error:
+            self.begun.set_exception(error)
 
     def wait(self) -> None:
         """See :class:`Transfer`."""
-        torch.accelerator.current_stream(self._device).wait_event(self._end)
-        self._pairs = ()  # what uses their memory from here on does so after the transfer
+        torch.accelerator.current_stream(self._device).wait_event(self.begun.result())
+        self._pairs = ()  # what uses the device's memory from here on does so after the transfer
 
     def arrive(self) -> None:
         """See :class:`Transfer`."""
-        self._end.synchronize()
+        self.begun.result().synchronize()
+
+    def has_ended(self) -> bool:
+        """Whether :meth:`end` would return at once."""
+        return self.begun.done() and (self.begun.exception() is not None or self.begun.result().query())
+
+    def end(self) -> None:
+        """Return when nothing is copied any more, whatever became of it."""
+        with contextlib.suppress(Exception):  # whoever waits for the transfer hears of it
+            self.arrive()
 
 
 @functools.cache

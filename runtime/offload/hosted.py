@@ -15,7 +15,7 @@ from torch import Tensor
 from zerograph.core.placement import copy_tier
 from zerograph.core.plan import Param, ParamTile, Placement
 from zerograph.core.slots import LEAVING, SLOTS
-from zerograph.runtime.buffers import BufferPool, aligned, tile_of, torch_dtype
+from zerograph.runtime.buffers import aligned, tile_of, torch_dtype
 from zerograph.runtime.offload.host import HostMemory, Pairs, Transfer
 from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, versions
 
@@ -72,7 +72,6 @@ class HostShards:
     def __init__(self, params: Mapping[str, Tensor], memory: HostMemory) -> None:
         """``params`` are the outward parameters by name."""
         self._params, self.memory = params, memory
-        self._staged = BufferPool(memory.room)  # gradients that are written from there
         self._leaving: deque[Transfer] = deque()  # gradients
         self._rising: list[Transfer] = []  # parameters
         self._slots: deque[tuple[Tensor, Transfer]] = deque()  # masters in the compute dtype
@@ -125,9 +124,10 @@ class HostShards:
         return room if len(room) >= size else self.memory.room(size)
 
     def fetch(
-        self, sources: Mapping[K, Tensor], arrived: Callable[[], None], under_way: list[Transfer]
+        self, sources: Mapping[K, Tensor], arrived: Callable[[], None] | None, under_way: list[Transfer]
     ) -> dict[K, Tensor]:
-        """Begin to copy shards to memory on the device, which are on the host when ``arrived`` returns."""
+        """Begin to copy shards to memory on the device, which are on the host when ``arrived`` returns, or are
+        there."""
         room = self.memory.above(sum(aligned(source.nbytes) for source in sources.values()))
         found = dict(zip(sources, _laid_out(room, sources.values()), strict=True))
         under_way.append(self.memory.start([(sources[key], target) for key, target in found.items()], arrived))
@@ -177,7 +177,7 @@ class HostShards:
 
     def stage(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Begin to copy gradients, or tiles of them, to the host, from where they are written."""
-        room = self._staged.take(_bytes(grads))
+        room = self.memory.stage(_bytes(grads))
         found = dict(zip(grads, _laid_out(room, self._likes(grads)), strict=True))
         self._down([(grad, found[name]) for name, grad in grads.items()])
         return found

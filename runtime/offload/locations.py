@@ -63,13 +63,14 @@ class Locations:
         return True
 
     def lies_on_host(self, name: str) -> bool:
-        """Whether a parameter is in the host's memory, which is not the device's."""
+        """Whether a parameter is in the host's memory, which is not the device's, or is mapped there."""
         return self.host is not None and self.host.holds(self.local(name))
 
     @property
     def names_on_host(self) -> set[str]:
         """The parameters that are there, as their plan has it or an earlier one."""
-        return {*self.on_host, *(name for name in self.params if self.lies_on_host(name))}
+        on_disk = self.offloaded.keys() - self.on_host
+        return {*self.on_host, *(name for name in self.params if name not in on_disk and self.lies_on_host(name))}
 
     def neighbours(self, params: Iterable[Tensor]) -> list[Tensor]:
         """The other parameters on NVMe that an update of ``params`` reads and writes again: those of their buckets."""

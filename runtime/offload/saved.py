@@ -140,7 +140,6 @@ class SavedActivations:
         host = self._host()
         if host is None:
             return partial(slot.arena.wait, slot.arena.write(slot.extent, source, purpose=purpose))
-        assert host.after_copies is not None  # NVMe behind an accelerator is refused
         tickets: list[Ticket] = []
         begun = host.after_copies(lambda: tickets.append(slot.arena.write(slot.extent, source, purpose=purpose)))
 
@@ -214,7 +213,8 @@ class SavedActivations:
         for span in _spans(offloaded):
             slot = None if _stays(offloaded, span) else self._slot_of(span.bytes)
             if slot is not None:
-                target = _memory(span.bytes.nbytes)
+                host, size = self._host(), span.bytes.nbytes
+                target = host.stage(size) if host is not None else _memory(size)
                 found.reads.append((slot.arena, slot.arena.read(slot.extent, target, Priority.now, purpose=purpose)))
                 for k in span.members:
                     found.here[k] = _as(offloaded[k], span.bytes, target)
@@ -230,7 +230,8 @@ class SavedActivations:
             if _stays(returning.here, span) or not span.bytes.is_cpu:
                 continue
             target = _memory(span.bytes.nbytes) if host.device.type == "cpu" else host.above(span.bytes.nbytes)
-            found.copies.append(host.start([(span.bytes, target)], partial(_wait_for, returning.reads)))
+            arrived = partial(_wait_for, returning.reads) if returning.reads else None
+            found.copies.append(host.start([(span.bytes, target)], arrived))
             for k in span.members:
                 found.here[k] = _as(returning.here[k], span.bytes, target)
         self._rising += found.copies

@@ -214,7 +214,9 @@ class ShardStore:
             self._leave(param, block, placement)
             moved(at.params[param.name])
         at.blocks.update(dict.fromkeys(block.begins, block))
-        self.gradients.tiers[block] = placement.gradients
+        # Autograd takes gradients in the memory of their parameters only.
+        stays = placement.gradients == "device" and at.lies_on_host(params[0].name)
+        self.gradients.tiers[block] = "host" if stays else placement.gradients
 
     def _carry(self, described: Param, block: Block, extent: Extent) -> None:
         """Write the values of a parameter to its bucket's extent."""

@@ -49,7 +49,9 @@ class Slots:
             # Before there are blocks, room for one as large as any may be.
             largest = max((block.elements for block in self._locations.blocks.values()), default=SLOT)
             size = max(slot_bytes(largest, SLOT), slot_bytes(UNIT))
-            self._ring = [huge_tensor(size) for _ in range(SLOTS)]
+            host = self._locations.host
+            make = host.memory.stage if host is not None else huge_tensor
+            self._ring = [make(size) for _ in range(SLOTS)]
             for slot in self._ring:
                 self._room.arena.register(slot)
         return self._ring

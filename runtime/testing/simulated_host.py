@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerograph.runtime.buffers import BufferPool
 from zerograph.runtime.offload.host import Pairs
+from zerograph.runtime.offload.nvme import huge_tensor
 
 
 class SimulatedHost:
@@ -23,25 +24,30 @@ class SimulatedHost:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
-        self._above = BufferPool(self.room)
+        self._above, self._staged = BufferPool(self.room), BufferPool(huge_tensor)
 
     @torch.inference_mode(False)
     def room(self, size: int) -> Tensor:
         """See :class:`~zerograph.runtime.offload.host.HostMemory`."""
         return torch.empty(size, dtype=torch.uint8)
 
+    def stage(self, size: int) -> Tensor:
+        """See :class:`~zerograph.runtime.offload.host.HostMemory`."""
+        return self._staged.take(size)
+
     def above(self, size: int) -> Tensor:
         """See :class:`~zerograph.runtime.offload.host.HostMemory`; used again when nothing reads it."""
         return self._above.take(size)
 
-    def start(self, pairs: Pairs, arrived: Callable[[], None] = lambda: None) -> _Copying:
+    def start(self, pairs: Pairs, arrived: Callable[[], None] | None = None) -> _Copying:
         """See :class:`~zerograph.runtime.offload.host.HostMemory`."""
         for _, target in pairs:
             # All bits of a byte: not-a-number in any dtype that looks at it.
             target.fill_(torch.nan if target.is_floating_point() else 0xFF)
 
         def job() -> None:
-            arrived()
+            if arrived is not None:
+                arrived()
             _copy(pairs)
 
         return _Copying(self.after_copies(job))

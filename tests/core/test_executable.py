@@ -21,22 +21,22 @@ PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
         (
             replace(PLAN, buckets=(replace(PLAN.buckets[0], placement=Placement(optimizer="nvme")),)),
             "",
-            "optimizer on nvme (bucket a)",
+            "",
         ),
         (
             replace(PLAN, buckets=(replace(PLAN.buckets[0], placement=Placement("host", "host", "nvme"), tiles=2),)),
             "parameters and gradients on host, optimizer on nvme (bucket a)",
-            "parameters and gradients on host, optimizer on nvme (bucket a)",
+            "",
         ),
         (
             replace(PLAN, offload=(("blocks.0", "nvme"),), loss_tiles=3),
             "head and loss in 3 tiles, of logits without a name",
-            "activations of blocks.0 on nvme; head and loss in 3 tiles, of logits without a name",
+            "head and loss in 3 tiles, of logits without a name",
         ),
         (
             replace(PLAN, offload=(("blocks.0", "host"), ("blocks.1", "nvme"))),
             "activations of blocks.0 on host",
-            "activations of blocks.1 on nvme",
+            "",
         ),
     ],
 )

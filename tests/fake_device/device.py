@@ -102,6 +102,9 @@ def _module(library: Any) -> types.ModuleType:
     module.get_rng_state = lambda *_: generator.get_state()
     module.set_rng_state = lambda state, *_: generator.set_state(state)
     module.manual_seed = module.manual_seed_all = library.manual_seed
+    module.cudart = lambda: types.SimpleNamespace(
+        cudaHostRegister=lambda at, size, _: library.pin(at, size) or 0, cudaHostUnregister=library.unpin
+    )
     module.current_stream = torch.accelerator.current_stream
     module.stream = lambda stream: stream  # which is a context itself
     return module

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from numerics.compare import full
 from numerics.test_offload import (
+    BEHIND,
     HOST,
     Run,
     _accumulates_and_evaluates,
@@ -39,6 +41,12 @@ def on_host(offload: str = "parameters") -> dict[str, Any]:
     """Options by which so much leaves the device of :class:`Run`."""
     own = HOST if Run.device.type == "cpu" else {"tier": "host"}
     return {**own, "offload": offload}
+
+
+def on_disk(folder: Path, offload: str = "parameters") -> dict[str, Any]:
+    """Options by which so much goes on from there to NVMe."""
+    own = BEHIND if Run.device.type == "cpu" else {"tier": "nvme"}
+    return {**own, "path": str(folder), "offload": offload}
 
 
 def close(value: Tensor, expected: Tensor) -> None:

@@ -233,7 +233,9 @@ def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], s
         storage = tensor.untyped_storage()
         # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values()) + store.slots.bytes + store.fetches.bytes
+    # What passes through the host's own memory is not on the device.
+    passes = store.slots.bytes + store.fetches.bytes if store.locations.host is None else 0
+    return sum(storages.values()) + passes
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:

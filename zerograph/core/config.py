@@ -160,7 +160,8 @@ class Config:
     def _shards_on(self) -> frozenset[Tier]:
         replayed = [bucket.placement.offload_tiers for bucket in self._buckets]
         chosen = {self.target} if self.offload != "none" else set()
-        if chosen and self.tier is None and self.searches and self.split:
+        # An accelerator, too, has a host between itself and the disk: whoever bounds its memory means it.
+        if chosen and self.tier is None and self.searches and (self.split or self.host_memory is not None):
             chosen.add("host")
         return frozenset[Tier]().union(*replayed, chosen) - {"device"}
 
@@ -232,8 +233,6 @@ class Config:
             ConfigError: nothing would leave the device.
         """
         given = self.plan.plan if self.plan is not None else None
-        if self.offload_tiers & FOLDERS.keys() and device != "cpu":
-            raise UnsupportedError(f"a model on {device} cannot keep anything on NVMe yet", 'tier="host", or a CPU')
         if "device" in (self.update, given.update if given is not None else "host") and device != "cpu":
             raise UnsupportedError(f"states on the host cannot be updated on {device} yet", 'update="host"')
         if "host" in self.offload_tiers and device == "cpu" and not self.split:

@@ -26,12 +26,7 @@ class Executable:
         Args:
             disks: on which it has folders.
         """
-
-        def is_reached(tier: Tier) -> bool:
-            # A disk behind the host of a GPU is not.
-            return machine.device == "cpu" and tier in disks if is_disk(tier) else machine.has_host
-
-        return cls(tuple(filter(is_reached, OFFLOAD_TIERS)))
+        return cls(tuple(tier for tier in OFFLOAD_TIERS if (tier in disks if is_disk(tier) else machine.has_host)))
 
     def missing(self, plan: Plan) -> str:
         """The features that ``plan`` needs beyond those, for people; empty when it can be run."""

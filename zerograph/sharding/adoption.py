@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerograph.compiler.torch_private import traced_code
 from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
+from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.units import format_ranks
 from zerograph.runtime.comm.collectives import Communicator
@@ -24,7 +25,7 @@ from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.forward import has_opened
 from zerograph.sharding.gathered import is_open
-from zerograph.sharding.host_parameters import is_outward_there, placements_in
+from zerograph.sharding.host_parameters import outward_tier, placements_in
 from zerograph.sharding.model_copies import await_updates, take_over
 from zerograph.sharding.optimizer_states import early_states
 from zerograph.sharding.parametrization import leave, other_names, shard_parameters
@@ -165,19 +166,20 @@ class Adoption:
             log.info("stage %s: sharded %d parameters over %s", self._config.stage, len(new), over)
         return bool(new)
 
-    def late(self, plan: Plan) -> dict[str, nn.Parameter]:
-        """Parameters that ``plan``, made after they were sharded, has on the host of an accelerator, and that are not
-        there."""
+    def late(self, plan: Plan) -> dict[str, Tier]:
+        """The tiers of parameters that ``plan``, made after they were sharded, has off an accelerator, and that are
+        not."""
         if self.ranks is None or self.ranks.host is None:
             return {}
-        there = [(n, self.params[n]) for n, own in placements_in(plan) if is_outward_there(own, self.params[n])]
-        return {name: param for name, param in there if not param.is_cpu}
+        tiers = {name: outward_tier(own, self.params[name]) for name, own in placements_in(plan)}
+        return {name: tier for name, tier in tiers.items() if tier != "device" and not self.params[name].is_cpu}
 
     @torch.inference_mode(False)
-    def leave(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Put ``params`` on the host. Dynamo has to trace them there."""
+    def leave(self, tiers: Mapping[str, Tier]) -> None:
+        """Take parameters off the device, to ``tiers``. Dynamo has to trace them there."""
         assert self.ranks is not None
-        new = leave(params, self.ranks, adopt.live(nn.Module))
+        params = {name: self.params[name] for name in tiers}
+        new = leave(params, tiers, self.ranks, adopt.live(nn.Module))
         self.replace({id(old): new[name] for name, old in params.items()})
         self._adopted(new.values())
         self.replaced.update((p, None) for p in params.values())

@@ -1,4 +1,4 @@
-"""Outward parameters on the host of an accelerator, where they are updated: which, and how they get there."""
+"""Outward parameters off an accelerator, where they are updated: which, and how they get there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zerograph.compiler.frame_plan import placement_of
 from zerograph.core.config import Config
+from zerograph.core.machine import Tier, is_disk
 from zerograph.core.placement import Unplanned, values_tier
 from zerograph.core.plan import Placement, Plan
 from zerograph.runtime.offload.host import HostMemory
@@ -30,13 +31,15 @@ def placements_in(plan: Plan) -> Iterator[tuple[str, Placement]]:
     return ((p.name, bucket.placement) for bucket in plan.buckets for p in bucket.params if p.sharded)
 
 
-def is_outward_there(placement: Placement, param: nn.Parameter) -> bool:
-    """Whether the outward parameter is on the host: its values are."""
-    return values_tier(Unplanned(param.requires_grad), placement, split=True) == "host"
+def outward_tier(placement: Placement, param: nn.Parameter) -> Tier:
+    """Where the outward parameter is: where its values are. On a disk it is a mapping, and so a tensor of the host."""
+    return values_tier(Unplanned(param.requires_grad), placement, split=True)
 
 
 @torch.no_grad()
-def moved(value: Tensor, host: HostMemory) -> Tensor:
-    """``value``, a DTensor or a plain tensor, with this rank's part of it on the host."""
+def moved(value: Tensor, tier: Tier, host: HostMemory) -> Tensor:
+    """``value``, a DTensor or a plain tensor, with this rank's part of it on the host, on its way to ``tier``."""
     local = local_tensor(value.detach())
-    return placed_as(host_like(local, host).copy_(local), value)
+    # What goes on to a disk is there for a short time: page-locked memory would be kept.
+    there = local.cpu() if is_disk(tier) else host_like(local, host).copy_(local)
+    return placed_as(there, value)

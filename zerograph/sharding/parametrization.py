@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError
+from zerograph.core.machine import Tier
 from zerograph.core.rows import is_divided
 from zerograph.core.units import format_bytes
 from zerograph.runtime.comm.axes import axes_of
@@ -24,7 +25,7 @@ from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.offload.host import HostMemory
 from zerograph.sharding.adopt import modules_holding, replace_everywhere
 from zerograph.sharding.forward import count_running_call
-from zerograph.sharding.host_parameters import is_outward_there, moved, placement_by_name
+from zerograph.sharding.host_parameters import moved, outward_tier, placement_by_name
 from zerograph.sharding.module_classes import class_of, generate_classes, own_modules, present
 from zerograph.sharding.optimizer_states import early_states, share, share_states
 from zerograph.sharding.ranks import Ranks
@@ -68,13 +69,18 @@ def shard_parameters(
     # Everything that may be refused comes before the first change: a model is sharded wholly or not at all.
     _make_classes(roots, places)
     specs = {name: spec_of(param, name, config, mesh) for name, param in named.items()}
+    tiers: dict[str, Tier] = {}  # where one has a host
     if ranks.host is not None:
         placement = placement_by_name(config)
         for name, plain in named.items():
-            if specs[name].sharded and is_outward_there(placement(name), plain):
+            tiers[name] = outward_tier(placement(name), plain) if specs[name].sharded else "device"
+            if tiers[name] != "device":
                 specs[name] = specs[name]._replace(device=ranks.device)
     _warn_of_few_rows(named, specs, mesh)
-    new = {name: _new_parameter(param, specs[name], ranks, config.sharding) for name, param in named.items()}
+    new = {
+        name: _new_parameter(param, specs[name], tiers.get(name, "device"), ranks, config.sharding)
+        for name, param in named.items()
+    }
     # Before optimizers get the new parameters: then their states are split like these, which must be rank 0's by now.
     share_states(early_states(named, objects), mesh)
     for module in modules_holding(named.values(), objects):
@@ -150,10 +156,10 @@ def unique(name: str, *used: Container[str]) -> str:
     return next(c for c in candidates if not any(c in names for names in used))
 
 
-def _new_parameter(param: nn.Parameter, spec: ShardSpec, ranks: Ranks, stage: int) -> nn.Parameter:
+def _new_parameter(param: nn.Parameter, spec: ShardSpec, tier: Tier, ranks: Ranks, stage: int) -> nn.Parameter:
     value = distribute(param, spec, ranks.mesh, stage)
-    if spec.device is not None and ranks.host is not None and not value.is_meta:
-        value = moved(value, ranks.host)
+    if tier != "device" and ranks.host is not None and not value.is_meta:
+        value = moved(value, tier, ranks.host)
     new = nn.Parameter(value, requires_grad=param.requires_grad)
     if param.grad is not None:
         new.grad = _convert_grad(param.grad, new, ranks.mesh)
@@ -161,15 +167,18 @@ def _new_parameter(param: nn.Parameter, spec: ShardSpec, ranks: Ranks, stage: in
     return new
 
 
-def leave(params: Mapping[str, nn.Parameter], ranks: Ranks, objects: Sequence[Any]) -> dict[str, nn.Parameter]:
-    """Put the sharded ``params`` on the host, where a plan has them that was made after they were sharded; returns the
-    outward ones that are in their places from now on, by name. No communication."""
-    assert ranks.host is not None
+def leave(
+    params: Mapping[str, nn.Parameter], tiers: Mapping[str, Tier], ranks: Ranks, objects: Sequence[Any]
+) -> dict[str, nn.Parameter]:
+    """Take the sharded ``params`` off the device, to ``tiers``, where a plan has them that was made after they were
+    sharded; returns the outward ones that are in their places from now on, by name. No communication."""
+    host = ranks.host
+    assert host is not None
     new: dict[int, tuple[Tensor, nn.Parameter]] = {}
-    for param in params.values():
-        hosted = nn.Parameter(moved(param, ranks.host), requires_grad=param.requires_grad)
+    for name, param in params.items():
+        hosted = nn.Parameter(moved(param, tiers[name], host), requires_grad=param.requires_grad)
         if param.grad is not None:
-            hosted.grad = moved(param.grad, ranks.host)
+            hosted.grad = moved(param.grad, tiers[name], host)
         _take_marks(hosted, param)
         new[id(param)] = (param, hosted)
     for module in modules_holding(params.values(), objects):
@@ -177,13 +186,13 @@ def leave(params: Mapping[str, nn.Parameter], ranks: Ranks, objects: Sequence[An
             if id(held) in new:
                 spec = module.__dict__["_zg_specs"][attribute]._replace(device=ranks.device)
                 present(module, attribute, new[id(held)][1], spec)
-    replace_everywhere(new, lambda value, param: _follow(value, param, ranks.host))
+    replace_everywhere(new, lambda value, param: _follow(value, param, host))
     return {name: new[id(param)][1] for name, param in params.items()}
 
 
 def _follow(value: Any, param: nn.Parameter, host: HostMemory) -> Any:
     """State of an optimizer whose parameter went to the host."""
-    return moved(value, host) if isinstance(value, Tensor) and value.shape == param.shape else value
+    return moved(value, "host", host) if isinstance(value, Tensor) and value.shape == param.shape else value
 
 
 def _take_marks(new: nn.Parameter, old: nn.Parameter) -> None:

@@ -64,7 +64,7 @@ class Ranks:
         mesh = resolve_mesh(config, device.type)
         if config.mesh is not None:
             _tell_of_other_ranks(config.mesh)
-        host = AcceleratorHost(device) if "host" in config.offload_tiers and device.type != "cpu" else None
+        host = AcceleratorHost(device) if config.offload_tiers and device.type != "cpu" else None
         if mesh is None:
             return cls(device, communicator=LoneCommunicator(), host=host)
         axes = axes_of(mesh)

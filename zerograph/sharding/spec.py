@@ -20,7 +20,7 @@ class ShardSpec(NamedTuple):
         dtype: dtype of the full tensor, for gather and compute.
         reduce_dtype: dtype of the gradient's reduction over ranks.
         sharded: split by rows over the ranks of ``group``, or unsharded on each.
-        device: of the full tensor, where the outward parameter is on the host of an accelerator; else None.
+        device: of the full tensor, where the outward parameter is off the accelerator that computes; else None.
     """
 
     name: str

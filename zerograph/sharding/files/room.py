@@ -32,11 +32,12 @@ class Room:
 
     def empty(self, like: Tensor, *, leaves: bool, on_host: bool) -> Tensor:
         """Memory for a tensor as ``like``; ``leaves`` says whether it is a shard, and no buffer or scalar, ``on_host``
-        whether it belongs on the host of an accelerator."""
+        whether it belongs off an accelerator."""
+        stays = self.host is not None and not on_host
+        if self.store is not None and leaves and like.numel() and not stays:
+            return self.store.early.make(like)
         if self.host is not None and on_host:
             return host_like(like, self.host)
-        if self.store is not None and leaves and like.numel():
-            return self.store.early.make(like)
         return torch.empty_like(like, device=self.device)
 
     def filled(self, tensor: Tensor) -> None:

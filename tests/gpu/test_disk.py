@@ -1,0 +1,161 @@
+"""Training with what a device has no room for on NVMe, behind the host of an accelerator."""
+
+from __future__ import annotations
+
+import errno
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu.accelerator import here
+from numerics import host_cases as cases
+from numerics.test_offload import Run, _accumulates_and_evaluates, adamw, momentum, stock
+from ranks import run
+from torch import nn
+
+import zerograph
+from zerograph._core import FaultEffect, FaultPoint
+from zerograph.core.errors import StorageError
+from zerograph.runtime.torch_private import local_tensor
+
+
+def _here(case: Callable[..., Any], *args: Any) -> Any:
+    Run.device = here()
+    return case(*args)
+
+
+def _each_placement(folder: Path, dtype: torch.dtype | None) -> dict[str, int]:
+    for make, moved in (
+        (adamw, ("optimizer", "gradients", "parameters")),
+        (momentum, ("parameters",)),
+        (stock, ("parameters",)),
+    ):
+        host = Run(make, stage=3, dtype=dtype, **cases.on_host())
+        _accumulates_and_evaluates(host)
+        for offload in moved:
+            disk = Run(make, stage=3, dtype=dtype, **cases.on_disk(folder, offload))
+            _accumulates_and_evaluates(disk)
+            cases._same(host.result(), disk.result())
+            assert all(p.is_cpu for p in disk.model.layers.parameters())
+    return disk.backend.report().on_nvme
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, None), (2, torch.bfloat16)], ids=["1", "2-bfloat16"])
+def test_a_disk_gives_the_same_bits_as_the_host(world_size: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    for held in run(world_size, _here, _each_placement, tmp_path, dtype):
+        assert {"parameters", "gradients", "optimizer states"} <= {what for what, size in held.items() if size}
+
+
+CASES = [cases.unusual, cases.alike_everywhere, cases.reads_gradients]
+
+
+def _case(case: Callable[[dict[str, Any]], None], folder: Path) -> None:
+    case(cases.on_disk(folder))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+def test_training_is_the_same(case: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    run(2, _here, _case, case, tmp_path)
+
+
+def _resumed(folder: Path) -> None:
+    cases.resumed(str(folder / "checkpoint"), cases.on_disk(folder))
+
+
+def test_checkpoints_load(tmp_path: Path) -> None:
+    run(2, _here, _resumed, tmp_path)
+
+
+def _overlapping(folder: Path, options: dict[str, Any]) -> None:
+    make = lambda model, **more: zerograph.optim.AdamW(model.parameters(), lr=1e-2, skip_nonfinite=False, **more)  # noqa: E731
+    plain = Run(make, stage=3, dtype=torch.bfloat16, **cases.on_disk(folder))
+    beside = Run(functools.partial(make, **options), stage=3, dtype=torch.bfloat16, **cases.on_disk(folder))
+    for training in (plain, beside):
+        training.steps(4)
+    cases._same(plain.result(), beside.result())
+
+
+@pytest.mark.parametrize("options", [{"overlap": True}, {"overlap": "forward"}], ids=["backward", "forward"])
+def test_updates_beside_the_device_are_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+    run(2, _here, _overlapping, tmp_path, options)
+
+
+def _activations(folder: Path, recompute: str) -> int:
+    host, disk = (
+        Run(adamw, stage=3, recompute=recompute, **more)
+        for more in ({"activations": "host"}, {"activations": "nvme", "path": str(folder)})
+    )
+    for training in (host, disk):
+        _accumulates_and_evaluates(training)
+    cases._same(host.result(), disk.result())
+    return disk.backend.report().on_nvme["activations"]
+
+
+@pytest.mark.parametrize("recompute", ["auto", "full"])
+def test_what_layers_save_waits_there(recompute: str, tmp_path: Path) -> None:
+    assert all(run(2, _here, _activations, tmp_path, recompute))
+
+
+def _built_on_meta(folder: Path) -> None:
+    losses = []
+    for more in ({}, cases.on_disk(folder)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+        backend = zerograph.backend(stage=3, compute="eager", **more)
+        zerograph.materialize(zerograph.shard(model, backend, device=Run.device))
+        compiled, optimizer = torch.compile(model, backend=backend), adamw(model)
+        losses.append([])
+        for _ in range(3):
+            loss = compiled(torch.ones(4, 8, device=Run.device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert not any(local_tensor(p).is_pinned() for p in model.parameters())
+    cases.close(torch.tensor(losses[1]), torch.tensor(losses[0]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_on_the_meta_device_is_made_there(world_size: int, tmp_path: Path) -> None:
+    run(world_size, _here, _built_on_meta, tmp_path)
+
+
+def _searched(folder: Path) -> tuple[int, int]:
+    plain = Run(adamw, stage=3)
+    found = Run(adamw, stage=3, offload="auto", memory="350KiB", host_memory="150KiB", path=str(folder))
+    for training in (plain, found):
+        _accumulates_and_evaluates(training)
+    cases.close(torch.tensor(found.losses), torch.tensor(plain.losses))
+    report = found.backend.report()
+    return sum(report.on_host.values()), sum(report.on_nvme.values())
+
+
+def test_a_search_uses_all_tiers(tmp_path: Path) -> None:
+    """Neither the device nor the host has room for all of it."""
+    ((on_host, on_nvme),) = run(1, _here, _searched, tmp_path)
+    assert 0 < on_host <= 150 * 2**10
+    assert on_nvme
+
+
+def _fails(folder: Path) -> None:
+    training = Run(adamw, stage=3, dtype=torch.bfloat16, **cases.on_disk(folder))
+    training.steps(2)
+    arena = training.backend._store.room.arena
+    before = training.result()
+    arena._engine.inject([(FaultPoint.read, 1, 1, FaultEffect.error, errno.EIO)])
+    with pytest.raises(StorageError):
+        training.backward()
+    torch.accelerator.synchronize()
+    cases._same(before, training.result())
+    training.optimizer.zero_grad()
+    training.steps(2)
+    assert all(torch.isfinite(torch.tensor(training.losses)))
+
+
+def test_a_read_that_fails_is_raised_and_training_goes_on(tmp_path: Path) -> None:
+    run(1, _here, _fails, tmp_path)
