@@ -34,8 +34,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device, int) const override { return stream(new_stream()); }
   c10::Stream exchangeStream(c10::Stream given) const override { return stream(exchange_stream(given.id())); }
   bool queryStream(const c10::Stream& given) const override { return is_idle(given.id()); }
-  void synchronizeStream(const c10::Stream& given) const override { synchronize(given.id()); }
-  void synchronizeDevice(c10::DeviceIndex) const override { synchronize(); }
+  void synchronizeStream(const c10::Stream& given) const override {
+    count_wait("stream");
+    synchronize(given.id());
+  }
+  void synchronizeDevice(c10::DeviceIndex) const override {
+    count_wait("device");
+    synchronize();
+  }
 
   void record(void** event, const c10::Stream& given, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event;
@@ -46,7 +52,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return event == nullptr || (*static_cast<Event*>(event))->passed(); }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) (*static_cast<Event*>(event))->wait();
+    if (event == nullptr) return;
+    count_wait("event");
+    (*static_cast<Event*>(event))->wait();
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
@@ -114,6 +122,7 @@ Generator* Generator::clone_impl() const {
   return other;
 }
 at::Generator& Generator::settled() const {
+  count_wait("generator");
   synchronize();
   return numbers;
 }

@@ -8,6 +8,7 @@ process group runs gloo's collectives in a stream of its own.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -27,6 +28,8 @@ HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 LIBRARY = "ZEROGRAPH_FAKE_DEVICE"
 """The environment variable by which processes that are started from here find the library."""
+DELAYS = 1
+"""The seed by which kernels are late."""
 GROUP = "cpu:gloo,fake:fakeccl"
 """The backends of a process group for the host and the device."""
 
@@ -65,10 +68,10 @@ def _compile(sources: list[Path], library: Path) -> None:
     unfinished.rename(library)
 
 
-def load(delays: int = 1) -> Any:
-    """Let this process have the device, with kernels that are late as the seed ``delays`` has it; returns the library.
-
-    torch then has an accelerator, for as long as the process lives.
+@functools.cache
+def load() -> Any:
+    """Let this process have the device; returns its library. torch then has an accelerator, for as long as the process
+    lives.
     """
     os.environ.setdefault(LIBRARY, str(build()))
     spec = importlib.util.spec_from_file_location("_fake_device", os.environ[LIBRARY])
@@ -76,7 +79,7 @@ def load(delays: int = 1) -> Any:
     assert spec.loader is not None
     library = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(library)
-    library.delay(delays)
+    library.delay(DELAYS)
     torch.utils.rename_privateuse1_backend("fake")
     torch._register_device_module("fake", _module(library))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

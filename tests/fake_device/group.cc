@@ -4,6 +4,7 @@
 
 #include "operators.h"
 #include "streams.h"
+#include "trace.h"
 
 namespace fake {
 namespace {
@@ -123,6 +124,11 @@ class Group final : public c10d::Backend {
   Works begin(Tensors alive, Job job) {
     // Behind what the caller's stream was told.
     Mark::set(current_stream())->hold(stream_);
+    Told told{"kernel", stream_, 0, "a collective", {}, {}};
+    for (const auto& tensor : alive) {
+      if (!tensor.is_cpu()) told.writes.push_back(block_of(tensor));
+    }
+    tell(std::move(told));
     launch(stream_, std::move(job));
     return c10::make_intrusive<Collective>(stream_, std::move(alive));
   }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "streams.h"
+#include "trace.h"
 
 namespace fake {
 namespace {
@@ -86,6 +87,8 @@ class Arena final : public c10::Allocator {
   }
 
   void spoil(const Block& block) {
+    const auto shown = reinterpret_cast<std::uintptr_t>(shown_ + block.begin);
+    tell({"kernel", block.stream, 0, "the end of its life", {}, {shown}});
     launch(block.stream, [at = used_ + block.begin, size = block.size] { std::memset(at, 0xFF, size); });
   }
 

@@ -6,6 +6,7 @@
 #include "memory.h"
 #include "operators.h"
 #include "streams.h"
+#include "trace.h"
 
 namespace fake {
 void register_device();
@@ -20,7 +21,17 @@ PYBIND11_MODULE(_fake_device, module) {
   module.def("held", &fake::held);
   module.def("most_held", &fake::most_held);
   module.def("forget_most_held", &fake::forget_most_held);
-  module.def("waited_for", &fake::waited_for);
+  pybind11::class_<fake::Told>(module, "Told")
+      .def_readonly("what", &fake::Told::what)
+      .def_readonly("stream", &fake::Told::stream)
+      .def_readonly("mark", &fake::Told::mark)
+      .def_readonly("name", &fake::Told::name)
+      .def_readonly("reads", &fake::Told::reads)
+      .def_readonly("writes", &fake::Told::writes);
+  module.def("begin_trace", &fake::begin_trace);
+  module.def("end_trace", &fake::end_trace);
+  module.def("waits", &fake::waits);
+  module.def("forget_waits", &fake::forget_waits);
   module.def("pin", [](std::uintptr_t at, std::size_t size) { fake::pin(reinterpret_cast<void*>(at), size); });
   module.def("unpin", [](std::uintptr_t at) { fake::unpin(reinterpret_cast<void*>(at)); });
   module.def("group_over", &fake::group_over);

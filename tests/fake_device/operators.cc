@@ -11,13 +11,12 @@
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 
-#include <mutex>
-#include <set>
 
 #include "generator.h"
 #include "memory.h"
 #include "operators.h"
 #include "streams.h"
+#include "trace.h"
 
 namespace fake {
 
@@ -34,6 +33,10 @@ at::Tensor seen_by_kernels(const at::Tensor& tensor) {
   if (tensor.is_conj()) found._set_conj(true);
   if (tensor.is_neg()) found._set_neg(true);
   return found;
+}
+
+std::uintptr_t block_of(const at::Tensor& tensor) {
+  return reinterpret_cast<std::uintptr_t>(tensor.storage().data());
 }
 
 namespace {
@@ -125,6 +128,25 @@ void copy(const IValue& from, const IValue& to) {
   }
 }
 
+// Where the memory begins that tensors of a value show.
+void find(const IValue& value, std::vector<std::uintptr_t>& found) {
+  mapped(value, [&found](const at::Tensor& tensor) {
+    if (is_here(tensor)) found.push_back(block_of(tensor));
+    return tensor;
+  });
+}
+
+void trace(const c10::FunctionSchema& schema, const Stack& given, const Stack& outputs) {
+  if (!is_traced()) return;
+  Told told{"kernel", current_stream(), 0, schema.name(), {}, {}};
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    find(given[i], alias != nullptr && alias->isWrite() ? told.writes : told.reads);
+  }
+  for (const auto& output : outputs) find(output, told.writes);
+  tell(std::move(told));
+}
+
 void call(const c10::OperatorHandle& op, Stack& stack) {
   at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(&stack);
@@ -145,9 +167,6 @@ std::optional<Stack> shapes(const c10::OperatorHandle& op, const Stack& given) {
   return stack;
 }
 
-std::mutex waited_lock;
-std::set<std::string> waited;
-
 void run(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const auto count = static_cast<std::ptrdiff_t>(schema.arguments().size());
@@ -156,10 +175,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   auto results = shapes(op, given);
   const bool waits = !results.has_value();
   if (waits) {
-    {
-      std::lock_guard hold(waited_lock);
-      waited.insert(schema.name());
-    }
+    count_wait(schema.name());
     synchronize(current_stream());
     call(op, kernels);
     results = std::move(kernels);
@@ -179,6 +195,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
       into.push_back(mapped(outputs.back(), seen_by_kernels));
     }
   }
+  trace(schema, given, outputs);
   launch(current_stream(), [op, waits, call_with = std::move(waits ? *results : kernels), into]() mutable {
     at::AutoDispatchBelowADInplaceOrView below;
     if (!waits) call(op, call_with);
@@ -211,15 +228,24 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const bool later = is_here(host) || (non_blocking && host.numel() != 0 && is_pinned(host.const_data_ptr()));
   const auto from = is_here(source) ? seen_by_kernels(source) : later ? on_host(source) : source.clone();
   const auto to = is_here(target) ? seen_by_kernels(target) : later ? on_host(target) : target;
+  Told told{"kernel", current_stream(), 0, "copy", {}, {}};
+  find(source, told.reads);
+  find(target, told.writes);
+  tell(std::move(told));
   launch(current_stream(), [from, to] {
     at::AutoDispatchBelowADInplaceOrView below;
     to.copy_(from);
   });
-  if (!later && !is_here(target)) synchronize(current_stream());
+  if (!later && !is_here(target)) {
+    count_wait("copy");
+    synchronize(current_stream());
+  }
   return target;
 }
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
+  tell({"kernel", current_stream(), 0, "a number that is read", {block_of(tensor)}, {}});
+  count_wait("number");
   synchronize(current_stream());
   return seen_by_kernels(tensor).item();
 }
@@ -272,11 +298,6 @@ std::int64_t attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, 
 }
 
 }  // namespace
-
-std::set<std::string> waited_for() {
-  std::lock_guard hold(waited_lock);
-  return waited;
-}
 
 }  // namespace fake
 

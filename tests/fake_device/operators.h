@@ -2,15 +2,14 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <set>
-#include <string>
+#include <cstdint>
 
 namespace fake {
 
 // The memory of a tensor of the device as kernels see it; it is not kept alive.
 at::Tensor seen_by_kernels(const at::Tensor& tensor);
 
-// The operators that the caller waited for, as their results' shapes depend on values.
-std::set<std::string> waited_for();
+// Where the memory begins that a tensor of the device shows.
+std::uintptr_t block_of(const at::Tensor& tensor);
 
 }  // namespace fake

@@ -1,5 +1,6 @@
 #include "streams.h"
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -9,6 +10,8 @@
 #include <random>
 #include <thread>
 #include <utility>
+
+#include "trace.h"
 
 namespace fake {
 namespace {
@@ -93,6 +96,9 @@ Stream& stream_of(std::int64_t number) {
   return *found;
 }
 
+std::mutex waits_lock;
+std::map<std::string, int> counted;
+
 std::map<std::int64_t, Stream*> all_streams() {
   std::lock_guard hold(streams_lock);
   return streams;
@@ -115,17 +121,40 @@ bool is_idle(std::int64_t stream) { return stream_of(stream).is_idle(); }
 
 void synchronize(std::int64_t stream) {
   stream_of(stream).wait();
+  tell({"drain", stream, 0, "", {}, {}});
   raise_error();
 }
 
 void synchronize() {
   for (auto& [number, stream] : all_streams()) stream->wait();
+  tell({"drain", -1, 0, "", {}, {}});
   raise_error();
+}
+
+void count_wait(const std::string& what) {
+  std::lock_guard hold(waits_lock);
+  ++counted[what];
+}
+
+std::map<std::string, int> waits() {
+  std::lock_guard hold(waits_lock);
+  return counted;
+}
+
+void forget_waits() {
+  std::lock_guard hold(waits_lock);
+  counted.clear();
 }
 
 void delay(std::uint64_t new_seed) { seed = new_seed; }
 
 struct Mark::State {
+  static std::int64_t next() {
+    static std::atomic<std::int64_t> last = 0;
+    return ++last;
+  }
+
+  const std::int64_t number = next();
   std::mutex lock;
   std::condition_variable changed;
   bool passed = false;
@@ -140,6 +169,7 @@ struct Mark::State {
 std::shared_ptr<Mark> Mark::set(std::int64_t stream) {
   auto mark = std::make_shared<Mark>();
   mark->state_ = std::make_shared<State>();
+  tell({"record", stream, mark->state_->number, "", {}, {}});
   launch(stream, [state = mark->state_] {
     std::lock_guard hold(state->lock);
     state->passed = true;
@@ -160,9 +190,13 @@ bool Mark::passed() const {
   return state_->passed;
 }
 
-void Mark::wait() const { state_->wait(); }
+void Mark::wait() const {
+  state_->wait();
+  tell({"wait", 0, state_->number, "", {}, {}});
+}
 
 void Mark::hold(std::int64_t stream) const {
+  tell({"hold", stream, state_->number, "", {}, {}});
   launch(stream, [state = state_] { state->wait(); });
 }
 

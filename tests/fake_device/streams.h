@@ -3,7 +3,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace fake {
@@ -37,6 +39,11 @@ class Mark {
   struct State;
   std::shared_ptr<State> state_;
 };
+
+// Times that the host waited for the device, by what it waited for.
+void count_wait(const std::string& what);
+std::map<std::string, int> waits();
+void forget_waits();
 
 // A mark in each stream.
 std::vector<std::shared_ptr<Mark>> mark_all();

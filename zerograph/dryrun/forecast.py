@@ -61,8 +61,8 @@ def plan_file(
         memory: bytes of the device that a search may fill: then the plan is searched at any stage, for what the
             options leave open.
         offload, tier, overlap: as in :class:`~zerograph.planner.search.constraints.Constraints`. Unless ``offload`` is
-            "none", the plan is searched over all tiers of ``machine``, and forecast from its schedule: no program can
-            be lowered for it yet.
+            "none", the plan is searched over all tiers of ``machine``, and forecast from its schedule: no program is
+            lowered for it.
         repeat_layers: see :func:`zerograph.dryrun.compile_only.compile_only`.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
             Plans with ``activations`` on a tier that no program reaches on ``machine`` are forecast like others that
