@@ -22,7 +22,7 @@ from zerograph.compiler.room import free_room
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.arguments import require, require_kind
 from zerograph.core.config import Config
-from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.machine import is_disk
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
@@ -423,6 +423,7 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
         ConfigError: ``init`` is no function, ``files`` are no paths, or the model has all its values already.
         CheckpointError: files cannot be read, or their names, shapes or dtypes are not the model's; on every rank.
         ShardingError: the model was not given to ``zerograph.shard``, or a module cannot be initialized.
+        UnsupportedError: ``offload="auto"`` on an accelerator that cannot hold the shards.
     """
     model = adopt.model_given(model, "zerograph.materialize")
     given = files_to_read(init, files)
@@ -431,6 +432,12 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
         return fill(model, None, init, given)
     placement = owner._planner.placement_before()
     leaves = is_disk(placement.parameters)
+    if leaves and owner.config.offload == "auto" and owner._store.locations.host is not None:
+        raise UnsupportedError(
+            "the shards of the model take more memory than the device may use, and a search places them only when the "
+            "model is traced",
+            'give the placement: offload="parameters" with tier="host", or tier="nvme" and path=',
+        )
     if leaves:
         owner._store.early.forget()
         owner._store.reserve({}, placement, owner.config.casts, MOMENTS, early=True)

@@ -18,7 +18,7 @@ from torch import nn
 
 import zerograph
 from zerograph._core import FaultEffect, FaultPoint
-from zerograph.core.errors import StorageError
+from zerograph.core.errors import StorageError, UnsupportedError
 from zerograph.runtime.torch_private import local_tensor
 
 
@@ -123,6 +123,18 @@ def _built_on_meta(folder: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_on_the_meta_device_is_made_there(world_size: int, tmp_path: Path) -> None:
     run(world_size, _here, _built_on_meta, tmp_path)
+
+
+def _too_large(folder: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(640, 64)
+    backend = zerograph.backend(stage=3, compute="eager", offload="auto", memory="20KiB", path=str(folder))
+    with pytest.raises(UnsupportedError, match="more memory than the device may use"):
+        zerograph.materialize(zerograph.shard(model, backend, device=Run.device))
+
+
+def test_a_search_places_no_model_on_the_meta_device(tmp_path: Path) -> None:
+    run(1, _here, _too_large, tmp_path)
 
 
 def _searched(folder: Path) -> tuple[int, int]:
