@@ -1,7 +1,7 @@
 """Real processes for tests: ``run(2, function, *args)`` calls ``function`` on two gloo ranks and returns both results.
 
 Workers live for many calls; a failed or hung call ends its group, and the next call starts a fresh one. All are forked
-from one server that imported torch and the compiler, which takes longer than most tests do.
+from one server that imported torch and zerograph, which takes longer than most tests do.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ TIMEOUT = 180.0
 
 RENEWED_AFTER = 60
 """Calls after which new processes take over: compilers keep what they made, and searching it makes tests slow."""
+
+PRELOADED = [
+    "torch", "zerograph.compiler.driver", "zerograph.api", "zerograph.optim", "torch.distributed.checkpoint.state_dict",
+    "safetensors.torch", "torch._dynamo.backends.inductor", "torch._inductor.fx_passes.fuse_attention", "pytest",
+    "hypothesis",
+]  # fmt: skip
+"""What the server of ranks imports: else each group of them would, which takes a second of every rank."""
 
 
 class RankFailure(AssertionError):
@@ -121,7 +128,7 @@ def server() -> mp.context.ForkServerContext:
     """Where ranks are forked from. OpenMP reads its number of threads when torch is imported, and Inductor asks whether
     there is a GPU: answered by CUDA and not by NVML, no process forked from here could use one."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "zerograph.compiler.driver"])
+    context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
