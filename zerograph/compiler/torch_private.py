@@ -36,7 +36,7 @@ from torch._inductor.virtualized import V
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -197,13 +197,14 @@ def split_by_minimum_cut(
     tags = ((node, node.meta.get("partitioner_tag"), node.meta.get("recompute")) for node in joint.graph.nodes)
     ahead = [n for n, tag, saved in tags if (tag, saved) == ("must_be_in_forward", CheckpointPolicy.MUST_SAVE)]
     _replace_outputs(joint.graph, outputs, outputs, ahead)
-    forward, backward = min_cut_rematerialization_partition(
-        joint,
-        inputs,
-        compiler="inductor",
-        num_fwd_outputs=outputs + len(ahead),
-        static_lifetime_input_indices=list(static),
-    )
+    with _use_lazy_graph_module(True):  # else the Python of both would be written twice, and nobody calls it
+        forward, backward = min_cut_rematerialization_partition(
+            joint,
+            inputs,
+            compiler="inductor",
+            num_fwd_outputs=outputs + len(ahead),
+            static_lifetime_input_indices=list(static),
+        )
     _replace_outputs(forward.graph, outputs, outputs + len(ahead), ())
     mode = detect_fake_mode([n.meta["val"] for n in joint.graph.find_nodes(op="placeholder")])
     assert mode is not None  # AOTAutograd traces with fake tensors
