@@ -427,9 +427,11 @@ class GroupCommunicator:
         """See :class:`Communicator`."""
         for work in pending.works:
             self._wait(work)
+        # A device divides a list in a launch or two, where one by one each gradient takes one.
+        means = torch._foreach_div(pending.results, self.world_size) if pending.results else []
         return [
-            (result / self.world_size).to(torch_dtype(p.dtype)).view(p.shard_shape(self.rank, self.world_size))
-            for p, result in zip(pending.params, pending.results, strict=True)
+            mean.to(torch_dtype(p.dtype)).view(p.shard_shape(self.rank, self.world_size))
+            for p, mean in zip(pending.params, means, strict=True)
         ]
 
     def abort(self, reason: str) -> None:

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from fake_device import device
 
 pytestmark = pytest.mark.skipif(
     getattr(torch.accelerator.current_accelerator(), "type", "") != "fake", reason="needs --device=fake"
@@ -91,6 +92,16 @@ def test_random_numbers_follow_the_seed_of_the_device() -> None:
     assert torch.equal(torch.rand(5, device="fake"), first)
     torch.fake.set_rng_state(state)
     assert torch.equal(torch.rand(5, device="fake"), second)
+
+
+def test_what_the_host_waits_for_is_counted() -> None:
+    library = device.load()
+    library.forget_waits()
+    x = _slow()
+    assert not library.waits()
+    x[x > 0.5].sum().item()
+    x.cpu()
+    assert library.waits() == {"aten::index": 1, "aten::nonzero": 1, "number": 1, "copy": 1}
 
 
 READS = """

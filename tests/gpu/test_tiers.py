@@ -71,8 +71,7 @@ def _each_tier(dtype: torch.dtype | None) -> None:
         cases._same(trained[0], trained[2])
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["own", "bfloat16"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, None), (2, torch.bfloat16)], ids=["1", "2-bfloat16"])
 def test_each_tier_gives_the_same_bits(world_size: int, dtype: torch.dtype | None) -> None:
     run(world_size, _here, _each_tier, dtype)
 
@@ -88,8 +87,7 @@ def _activations(recompute: str) -> int:
     return there.backend.report().on_host["activations"]
 
 
-@pytest.mark.parametrize("recompute", ["auto", "full"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "recompute"), [(1, "auto"), (2, "full")])
 def test_what_layers_save_waits_on_the_host(world_size: int, recompute: str) -> None:
     assert all(run(world_size, _here, _activations, recompute))
 
