@@ -148,7 +148,7 @@ class AcceleratorHost:
 
     def _forget_ended(self) -> None:
         while self._under_way and self._under_way[0].has_ended():
-            self._under_way.popleft()
+            self._under_way.popleft().end()
 
     def after_copies(self, job: Callable[[], None]) -> Future[None]:
         """See :data:`AfterCopies`."""
@@ -195,9 +195,10 @@ class _Copying:
         return self.begun.done() and (self.begun.exception() is not None or self.begun.result().query())
 
     def end(self) -> None:
-        """Return when nothing is copied any more, whatever became of it."""
+        """Let go of the memory on the host when nothing is copied any more, whatever became of it."""
         with contextlib.suppress(Exception):  # whoever waits for the transfer hears of it
             self.arrive()
+        self._on_host = []
 
 
 @functools.cache

@@ -154,6 +154,26 @@ def test_a_search_uses_all_tiers(tmp_path: Path) -> None:
     assert on_nvme
 
 
+def _staged(folder: Path) -> tuple[int, int]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16))).to(Run.device)
+    backend = zerograph.backend(stage=3, compute="eager", bucket_size="300KiB", prefetch=1, **cases.on_disk(folder))
+    compiled, optimizer = torch.compile(model, backend=backend), adamw(model)
+    for _ in range(3):
+        compiled(torch.ones(4, 256, device=Run.device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    slots = backend._store.slots
+    return backend._store.locations.hosted.memory._staged.bytes - slots.bytes, 256 * 257 * 4
+
+
+def test_the_host_holds_a_few_layers_on_their_way(tmp_path: Path) -> None:
+    """Not all of them, however far it is ahead of the device."""
+    ((staged, layer),) = run(1, _here, _staged, tmp_path)
+    assert 0 < staged <= 7 * layer
+
+
 def _fails(folder: Path) -> None:
     training = Run(adamw, stage=3, dtype=torch.bfloat16, **cases.on_disk(folder))
     training.steps(2)
