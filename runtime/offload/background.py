@@ -24,7 +24,7 @@ class Background:
         """Begin ``work``; ``result()`` of what is returned waits for it, and raises what it raised."""
         thread = self._threads.get(os.getpid())
         if thread is None:
-            thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, self._name, self._begin)
+            thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, self._name, _begin, (self._here,))
         future = thread.submit(torch.no_grad()(work))
         self._under_way[os.getpid()] = [*(f for f in self._mine if not f.done()), future]
         return future
@@ -44,5 +44,7 @@ class Background:
         """Whether nothing is under way."""
         return all(future.done() for future in self._mine)
 
-    def _begin(self) -> None:
-        self._here.is_own = True
+
+def _begin(here: threading.local) -> None:
+    """Mark the thread; it must not keep the object that made it, whose end is its own."""
+    here.is_own = True

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from zerograph.core.slots import SLOTS
-from zerograph.runtime.buffers import BufferPool
 from zerograph.runtime.offload.background import Background
 from zerograph.runtime.offload.nvme import huge_tensor
+from zerograph.runtime.torch_private import memory_is_unshared
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +82,9 @@ class AcceleratorHost:
         self.device = device
         self._up, self._down = torch.Stream(device=device), torch.Stream(device=device)
         self._rising, self._leaving = Background("zerograph-copy-up"), Background("zerograph-copy-down")
-        self._under_way: deque[_Copying] = deque()  # each keeps its memory on the host
+        self._under_way: list[_Copying] = []  # each keeps its memory on the host
         self._lock = threading.Lock()  # updates copy in a thread of their own
-        self._staged = BufferPool(self._pinned)
+        self._staged: list[Tensor] = []
 
     @torch.inference_mode(False)  # an evaluation's memory serves training afterwards
     def room(self, size: int) -> Tensor:
@@ -100,9 +100,21 @@ class AcceleratorHost:
         more than a ring of slots would be needed."""
         with self._lock:
             while len(self._under_way) > SLOTS:
-                self._under_way.popleft().end()
+                self._under_way[0].end()
+                self._under_way.pop(0)
             self._forget_ended()
-            return self._staged.take(size)
+            # All are kept: to lock pages takes long, and to unlock them may wait for the device.
+            free = [room for room in self._staged if size <= len(room) <= 2 * size and memory_is_unshared(room)]
+            room = min(free, key=len, default=None)
+            if room is None:
+                room = self._pinned(size)
+                self._staged.append(room)
+            return room[:size]
+
+    @property
+    def staged(self) -> int:
+        """Bytes that :meth:`stage` has made."""
+        return sum(room.nbytes for room in self._staged)
 
     @torch.inference_mode(False)
     def _pinned(self, size: int) -> Tensor:
@@ -113,8 +125,11 @@ class AcceleratorHost:
         failed = int(driver().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if failed:
             _warn_of_pageable(f"error {failed} of cudaHostRegister")
+            with contextlib.suppress(RuntimeError):  # the next kernel would be told of it
+                torch.ones(1, device=self.device)
         else:
-            weakref.finalize(memory, driver().cudaHostUnregister, memory.data_ptr())
+            unlocked = weakref.finalize(memory, _unlock, os.getpid(), driver().cudaHostUnregister, memory.data_ptr())
+            unlocked.atexit = False  # copies may be under way
         return memory
 
     def above(self, size: int) -> Tensor:
@@ -131,10 +146,14 @@ class AcceleratorHost:
             if arrived is not None:
                 arrived()
             stream.wait_event(before)
-            with stream:
-                for source, target in pairs:
-                    target.copy_(source, non_blocking=True)
-            return stream.record_event()
+            try:
+                with stream:
+                    for source, target in pairs:
+                        target.copy_(source, non_blocking=True)
+                return stream.record_event()
+            except BaseException:
+                stream.synchronize()  # what was begun uses memory that nobody keeps from here on
+                raise
 
         copying = _Copying(self.device, pairs)
         if arrived is None:
@@ -147,8 +166,10 @@ class AcceleratorHost:
         return copying
 
     def _forget_ended(self) -> None:
-        while self._under_way and self._under_way[0].has_ended():
-            self._under_way.popleft().end()
+        ended = [copying for copying in self._under_way if copying.has_ended()]
+        for copying in ended:
+            copying.end()
+            self._under_way.remove(copying)
 
     def after_copies(self, job: Callable[[], None]) -> Future[None]:
         """See :data:`AfterCopies`."""
@@ -179,7 +200,9 @@ class _Copying:
         try:
             self.begun.set_result(copy())
         except BaseException as error:
-            self.begun.set_exception(error)
+            # Tracebacks hold tensors, and this one itself.
+            self._pairs, self._on_host, error.__context__ = (), [], None
+            self.begun.set_exception(error.with_traceback(None))
 
     def wait(self) -> None:
         """See :class:`Transfer`."""
@@ -199,6 +222,11 @@ class _Copying:
         with contextlib.suppress(Exception):  # whoever waits for the transfer hears of it
             self.arrive()
         self._on_host = []
+
+
+def _unlock(pid: int, unregister: Callable[[int], object], address: int) -> None:
+    if os.getpid() == pid:  # else a child's copy, whose pages are not locked
+        unregister(address)
 
 
 @functools.cache

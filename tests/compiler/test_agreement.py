@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -106,7 +107,9 @@ def test_a_program_without_collectives_asks_nobody(tmp_path: Path) -> None:
 def test_a_rank_that_never_compiles_it_is_named(tmp_path: Path) -> None:
     error, _ = each(tmp_path, lambda a: a.check("train", program("w")), lambda a: None, timeout=0.3)
     assert isinstance(error, RankError)
-    assert "rank 0 waited 0 s for rank 1 to compile train forward #0, and rank 1 did not come" in str(error)
+    # Less than a second, on a machine that has time for it.
+    found = re.search(r"rank 0 waited \d s for rank 1 to compile train forward #0, and rank 1 did not come", str(error))
+    assert found, error
     assert "rank 1 last reported: nothing yet" in str(error)
 
 

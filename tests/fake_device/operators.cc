@@ -1,25 +1,24 @@
 // The operators of the fake device: torch's own for a CPU, in a stream's thread, on the memory that tensors of the
 // device show. A few are done at once; every other one is told to the current stream.
+#include "operators.h"
+
 #include <ATen/ATen.h>
-#include <ATen/SDPBackend.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
-#include <ATen/native/DispatchStub.h>
-#include <ATen/native/transformers/attention.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 
-
 #include "generator.h"
 #include "memory.h"
-#include "operators.h"
 #include "streams.h"
 #include "trace.h"
 
 namespace fake {
-
 namespace {
 
 bool is_here(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }

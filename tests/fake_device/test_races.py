@@ -36,6 +36,7 @@ def _options(name: str, folder: Path) -> dict[str, Any]:
         "recomputed": {"recompute": "full"},
         "tiles": {"tile": 2, "prefetch": 2},
         "states on the host": cases.on_host("optimizer"),
+        "states on the host, updated on the device": {**cases.on_host("optimizer"), "update": "device"},
         "all on the host": cases.on_host(),
         "all on NVMe": cases.on_disk(folder),
         "activations on the host": {"activations": "host"},
@@ -44,7 +45,8 @@ def _options(name: str, folder: Path) -> dict[str, Any]:
     return options[name]
 
 
-NAMES = ["stage 1", "in memory", "recomputed", "tiles", "states on the host", "all on the host", "all on NVMe",
+NAMES = ["stage 1", "in memory", "recomputed", "tiles", "states on the host",
+         "states on the host, updated on the device", "all on the host", "all on NVMe",
          "activations on the host", "all and activations on NVMe"]  # fmt: skip
 
 

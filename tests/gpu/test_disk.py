@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +17,13 @@ import torch
 from gpu.accelerator import here
 from numerics import host_cases as cases
 from numerics.test_offload import Run, _accumulates_and_evaluates, adamw, momentum, stock
-from ranks import run
+from ranks import run, warned
 from torch import nn
 
 import zerograph
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError, UnsupportedError
+from zerograph.runtime.offload.host import AcceleratorHost
 from zerograph.runtime.torch_private import local_tensor
 
 
@@ -165,13 +170,62 @@ def _staged(folder: Path) -> tuple[int, int]:
         optimizer.step()
         optimizer.zero_grad()
     slots = backend._store.slots
-    return backend._store.locations.hosted.memory._staged.bytes - slots.bytes, 256 * 257 * 4
+    return backend._store.locations.hosted.memory.staged - slots.bytes, 256 * 257 * 4
 
 
 def test_the_host_holds_a_few_layers_on_their_way(tmp_path: Path) -> None:
     """Not all of them, however far it is ahead of the device."""
     ((staged, layer),) = run(1, _here, _staged, tmp_path)
     assert 0 < staged <= 7 * layer
+
+
+def _locked_pages(folder: Path) -> tuple[int, int]:
+    """How often pages were locked and unlocked in warm steps."""
+    training = Run(adamw, stage=3, activations="nvme", **cases.on_disk(folder))
+    training.steps(3)
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AcceleratorHost, "_pinned", lambda self, size: made.append(size))
+        training.steps(4)
+    return len(made), len(training.backend._store.locations.hosted.memory._staged)
+
+
+def test_warm_steps_lock_no_pages(tmp_path: Path) -> None:
+    ((made, held),) = run(1, _here, _locked_pages, tmp_path)
+    assert held and not made
+
+
+def _not_locked(folder: Path) -> list[str]:
+    refuses = SimpleNamespace(cudaHostRegister=lambda *_: 2, cudaHostUnregister=None)
+    with pytest.MonkeyPatch.context() as patch, warned() as messages:
+        patch.setattr(torch.get_device_module(Run.device), "cudart", lambda: refuses)
+        disk = Run(adamw, stage=3, **cases.on_disk(folder))
+        disk.steps(2)
+    other = Run(adamw, stage=3, **cases.on_host())
+    other.steps(2)
+    cases._same(disk.result(), other.result())
+    return messages
+
+
+def test_memory_that_cannot_be_locked_is_used_as_it_is(tmp_path: Path) -> None:
+    ((message,),) = run(1, _here, _not_locked, tmp_path)
+    assert "cannot be page-locked (error 2 of cudaHostRegister)" in message
+
+
+def _threads(folder: Path) -> list[str]:
+    training = Run(adamw, stage=3, activations="nvme", **cases.on_disk(folder))
+    training.steps(2)
+    del training
+    torch._dynamo.reset()
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while (left := [t.name for t in threading.enumerate() if "zerograph" in t.name]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def test_no_thread_outlives_its_backend(tmp_path: Path) -> None:
+    assert run(1, _here, _threads, tmp_path, fresh=True) == [[]]
 
 
 def _fails(folder: Path) -> None:

@@ -10,11 +10,20 @@ from typing import Any
 import pytest
 import torch
 from numerics import host_cases as cases
-from numerics.test_offload import Run, _accumulates_and_evaluates, adamw, momentum, stock
+from numerics.test_offload import (
+    Run,
+    _accumulates_and_evaluates,
+    adamw,
+    groups,
+    mastered,
+    momentum,
+    stock,
+)
 from ranks import RankFailure, run
 from torch import nn
 
 import zerograph
+from zerograph.core import slots
 from zerograph.core.errors import ShardingError
 from zerograph.runtime.torch_private import local_tensor
 
@@ -74,6 +83,37 @@ def _each_tier(dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, None), (2, torch.bfloat16)], ids=["1", "2-bfloat16"])
 def test_each_tier_gives_the_same_bits(world_size: int, dtype: torch.dtype | None) -> None:
     run(world_size, _here, _each_tier, dtype)
+
+
+UPDATES: list[tuple[Any, str, dict[str, Any]]] = [
+    (adamw, "optimizer", {}),
+    (groups, "parameters", {"dtype": torch.bfloat16}),
+    (mastered, "optimizer", {"model_dtype": torch.bfloat16}),
+]
+
+
+def _on_the_device(make: Any, offload: str, options: dict[str, Any]) -> None:
+    """Update there, through slots that hold a part of a parameter."""
+    before, slots.SLOT = slots.SLOT, 2**14
+    try:
+        here, there = (
+            Run(make, stage=3, update=update, **options, **cases.on_host(offload)) for update in ("host", "device")
+        )
+        for training in (here, there):
+            _accumulates_and_evaluates(training)
+    finally:
+        slots.SLOT = before
+    mine, its = here.result(), there.result()
+    cases.close(torch.tensor(its[0]), torch.tensor(mine[0]))
+    for name, value in its[1].items():
+        cases.close(value.float(), mine[1][name].float())
+    for key, state in its[2].items():
+        assert "step" not in state or torch.equal(state["step"], mine[2][key]["step"])
+
+
+@pytest.mark.parametrize(("make", "offload", "options"), UPDATES, ids=[make.__name__ for make, *_ in UPDATES])
+def test_updates_on_the_device(make: Any, offload: str, options: dict[str, Any]) -> None:
+    run(2, _here, _on_the_device, make, offload, options)
 
 
 def _activations(recompute: str) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.core.arguments import paths, require, require_flag
-from zerograph.core.errors import ConfigError, UnsupportedError
+from zerograph.core.errors import ConfigError
 from zerograph.core.machine import OFFLOAD_TIERS, TIER_NAMES, Machine, OffloadTier, Tier, machine_from, offload_tier
 from zerograph.core.plan import OFFLOADS, UPDATES, Bucket, GivenPlan, Offload, Update, level_at
 from zerograph.core.units import parse_bytes
@@ -229,12 +229,8 @@ class Config:
         """Refuse a model on ``device``, a type of torch's, with which the arguments do not go together.
 
         Raises:
-            UnsupportedError: nothing carries them out there yet.
             ConfigError: nothing would leave the device.
         """
-        given = self.plan.plan if self.plan is not None else None
-        if "device" in (self.update, given.update if given is not None else "host") and device != "cpu":
-            raise UnsupportedError(f"states on the host cannot be updated on {device} yet", 'update="host"')
         if "host" in self.offload_tiers and device == "cpu" and not self.split:
             raise ConfigError(
                 "the memory of a CPU's host is its device's: nothing would leave it",

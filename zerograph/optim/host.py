@@ -317,7 +317,7 @@ class HostOptimizer(Optimizer):
                     stored.append(Stored(part, plan.slots))
                     sources.append((self.algorithm.rule(row.group), own))
                 elif part.through_device:
-                    passing.append((part, self.algorithm.rule(row.group), own))
+                    passing.append((part, row.group, self.algorithm.rule(row.group), own))
                 elif part.tensors is None:
                     self._on_device(row.group, part, own, factor)
                 else:
@@ -329,9 +329,9 @@ class HostOptimizer(Optimizer):
         if stored and self.store is not None:
             streams.append(self._streamed(self.store, stored, sources, factor.number))
         if passing and self.store is not None:
-            through = ThroughDevice(self, self.store, [part for part, _, _ in passing], slots.SLOT)
-            rules, theirs = [rule for _, rule, _ in passing], [own for _, _, own in passing]
-            streams.append(functools.partial(through.run, rules, theirs, factor.number))
+            parts, groups, rules, theirs = (list(each) for each in zip(*passing, strict=True))
+            through = ThroughDevice(self, self.store, parts, slots.SLOT, self._on_device)
+            streams.append(functools.partial(through.run, groups, rules, theirs, factor))
         if arrival is not None:
             streams = [functools.partial(_update_arrived, arrival, calls, factor.number, streams)]
             return PendingUpdate(None, touched, streams, self._tell_updated)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-import zerograph._core as _core
 from zerograph.core.slots import SLOTS
 
 C = TypeVar("C")
+
+
+class Updating(Protocol):
+    """An update of one chunk, as :class:`~zerograph._core.Ticket` is."""
+
+    @property
+    def ended(self) -> int:
+        """When it was done, in nanoseconds since 1970; 0 while it runs, and where a device does it in its own time."""
+
+    def wait(self) -> bool:
+        """Return when the next chunk may be read over the one before."""
 
 
 def through_slots(
     chunks: Sequence[C],
     read: Callable[[C], None],
     wait: Callable[[C], None],
-    update: Callable[[C], _core.Ticket],
+    update: Callable[[C], Updating],
     write: Callable[[C], None],
     ended: Callable[[C, int, int], None] = lambda *_: None,
 ) -> None:
