@@ -78,9 +78,10 @@ def test_what_nothing_executes_yet_is_reported() -> None:
     name = plan.buckets[0].name
     assert file_of(step, plan, GPU).unexecuted == ""
     remote = placed(plan, Placement("device", "host", "nvme"))
-    assert file_of(step, remote, GPU).unexecuted == f"gradients on host, optimizer on nvme (bucket {name})"
-    there = replace(plan, offload=(("blocks.0", "nvme"),))
-    assert file_of(step, there, GPU).unexecuted == "activations of blocks.0 on nvme"
+    assert file_of(step, remote, GPU).unexecuted == ""
+    assert file_of(step, remote, CPU).unexecuted == f"gradients on host, optimizer on nvme (bucket {name})"
+    there = replace(plan, offload=(("blocks.0", "host"),))
+    assert file_of(step, there, CPU).unexecuted == "activations of blocks.0 on host"
     one = ruled(step, bucket_size=1)
     tiled = replace(placed(one, Placement("host", "host", "host"), tiles=2), offload=(("blocks.0", "host"),))
     assert file_of(step, tiled, GPU).unexecuted == ""
