@@ -119,9 +119,10 @@ class AcceleratorHost:
     @torch.inference_mode(False)
     def _pinned(self, size: int) -> Tensor:
         """Memory of this very size: torch's own page-locked memory has a power of two."""
-        memory, driver = huge_tensor(size), getattr(torch.get_device_module(self.device), "cudart", None)
+        driver = getattr(torch.get_device_module(self.device), "cudart", None)
         if driver is None or not size:
             return self.room(size)
+        memory = huge_tensor(size)
         failed = int(driver().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if failed:
             _warn_of_pageable(f"error {failed} of cudaHostRegister")

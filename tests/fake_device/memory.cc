@@ -64,15 +64,12 @@ class Arena final : public c10::Allocator {
   }
 
   std::size_t held() const { return held_; }
-  std::size_t most_held() const { return most_held_; }
-  void forget_most_held() { most_held_ = held_; }
 
  private:
   Block* take(std::size_t size) {
     const auto stream = current_stream();
     std::lock_guard hold(lock_);
     held_ += size;
-    most_held_ = std::max(most_held_, held_);
     auto& free = free_[{stream, size}];
     if (!free.empty()) {
       auto* found = free.back();
@@ -105,7 +102,7 @@ class Arena final : public c10::Allocator {
 
   std::mutex lock_;
   char *shown_, *used_;
-  std::size_t end_ = 0, held_ = 0, most_held_ = 0;
+  std::size_t end_ = 0, held_ = 0;
   std::map<std::pair<std::int64_t, std::size_t>, std::vector<Block*>> free_;
 };
 
@@ -200,7 +197,5 @@ void unpin(void* at) { pinned_memory().remove(at); }
 void* kernel_address(const void* address) { return arena().kernel_address(address); }
 void record(void* context, std::int64_t stream) { arena().record(context, stream); }
 std::size_t held() { return arena().held(); }
-std::size_t most_held() { return arena().most_held(); }
-void forget_most_held() { arena().forget_most_held(); }
 
 }  // namespace fake

@@ -26,9 +26,7 @@ void* kernel_address(const void* address);
 // Keeps the block that `context` of a DataPtr stands for until what `stream` is told by the time of its end is done.
 void record(void* context, std::int64_t stream);
 
-// Bytes that tensors hold, and the most that they held at once.
+// Bytes that tensors hold.
 std::size_t held();
-std::size_t most_held();
-void forget_most_held();
 
 }  // namespace fake

@@ -19,8 +19,6 @@ PYBIND11_MODULE(_fake_device, module) {
   module.def("manual_seed", &fake::manual_seed, pybind11::call_guard<pybind11::gil_scoped_release>());
   module.def("delay", &fake::delay);
   module.def("held", &fake::held);
-  module.def("most_held", &fake::most_held);
-  module.def("forget_most_held", &fake::forget_most_held);
   pybind11::class_<fake::Told>(module, "Told")
       .def_readonly("what", &fake::Told::what)
       .def_readonly("stream", &fake::Told::stream)

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.skipif(
 
 def _options(name: str, folder: Path) -> dict[str, Any]:
     Run.device = here()
-    on_disk = {"path": str(folder)}
     options: dict[str, dict[str, Any]] = {
         "stage 1": {"stage": 1},
         "in memory": {},
@@ -40,7 +39,7 @@ def _options(name: str, folder: Path) -> dict[str, Any]:
         "all on the host": cases.on_host(),
         "all on NVMe": cases.on_disk(folder),
         "activations on the host": {"activations": "host"},
-        "all and activations on NVMe": {**cases.on_disk(folder), "activations": "nvme", **on_disk},
+        "all and activations on NVMe": {**cases.on_disk(folder), "activations": "nvme"},
     }
     return options[name]
 

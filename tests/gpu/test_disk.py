@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.accelerator import here
+from gpu.accelerator import on_it
 from numerics import host_cases as cases
 from numerics.test_offload import Run, _accumulates_and_evaluates, adamw, momentum, stock
 from ranks import run, warned
@@ -23,12 +23,6 @@ from torch import nn
 import zerograph
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError, UnsupportedError
-from zerograph.runtime.torch_private import local_tensor
-
-
-def _here(case: Callable[..., Any], *args: Any) -> Any:
-    Run.device = here()
-    return case(*args)
 
 
 def _each_placement(folder: Path, dtype: torch.dtype | None) -> dict[str, int]:
@@ -49,7 +43,7 @@ def _each_placement(folder: Path, dtype: torch.dtype | None) -> dict[str, int]:
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, None), (2, torch.bfloat16)], ids=["1", "2-bfloat16"])
 def test_a_disk_gives_the_same_bits_as_the_host(world_size: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    for held in run(world_size, _here, _each_placement, tmp_path, dtype):
+    for held in run(world_size, on_it, _each_placement, tmp_path, dtype):
         assert {"parameters", "gradients", "optimizer states"} <= {what for what, size in held.items() if size}
 
 
@@ -62,7 +56,7 @@ def _case(case: Callable[[dict[str, Any]], None], folder: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 def test_training_is_the_same(case: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
-    run(2, _here, _case, case, tmp_path)
+    run(2, on_it, _case, case, tmp_path)
 
 
 def _resumed(folder: Path) -> None:
@@ -70,7 +64,7 @@ def _resumed(folder: Path) -> None:
 
 
 def test_checkpoints_load(tmp_path: Path) -> None:
-    run(2, _here, _resumed, tmp_path)
+    run(2, on_it, _resumed, tmp_path)
 
 
 def _overlapping(folder: Path, options: dict[str, Any]) -> None:
@@ -84,7 +78,7 @@ def _overlapping(folder: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{"overlap": True}, {"overlap": "forward"}], ids=["backward", "forward"])
 def test_updates_beside_the_device_are_the_same(options: dict[str, Any], tmp_path: Path) -> None:
-    run(2, _here, _overlapping, tmp_path, options)
+    run(2, on_it, _overlapping, tmp_path, options)
 
 
 def _activations(folder: Path, recompute: str) -> int:
@@ -100,33 +94,16 @@ def _activations(folder: Path, recompute: str) -> int:
 
 @pytest.mark.parametrize("recompute", ["auto", "full"])
 def test_what_layers_save_waits_there(recompute: str, tmp_path: Path) -> None:
-    assert all(run(2, _here, _activations, tmp_path, recompute))
+    assert all(run(2, on_it, _activations, tmp_path, recompute))
 
 
 def _built_on_meta(folder: Path) -> None:
-    losses = []
-    for more in ({}, cases.on_disk(folder)):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
-        backend = zerograph.backend(stage=3, compute="eager", **more)
-        zerograph.materialize(zerograph.shard(model, backend, device=Run.device))
-        compiled, optimizer = torch.compile(model, backend=backend), adamw(model)
-        losses.append([])
-        for _ in range(3):
-            loss = compiled(torch.ones(4, 8, device=Run.device)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    assert not any(local_tensor(p).is_pinned() for p in model.parameters())
-    cases.close(torch.tensor(losses[1]), torch.tensor(losses[0]))
+    cases.built_on_meta(cases.on_disk(folder), is_pinned=False)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_on_the_meta_device_is_made_there(world_size: int, tmp_path: Path) -> None:
-    run(world_size, _here, _built_on_meta, tmp_path)
+    run(world_size, on_it, _built_on_meta, tmp_path)
 
 
 def _too_large(folder: Path) -> None:
@@ -138,7 +115,7 @@ def _too_large(folder: Path) -> None:
 
 
 def test_a_search_places_no_model_on_the_meta_device(tmp_path: Path) -> None:
-    run(1, _here, _too_large, tmp_path)
+    run(1, on_it, _too_large, tmp_path)
 
 
 def _searched(folder: Path) -> tuple[int, int]:
@@ -153,7 +130,7 @@ def _searched(folder: Path) -> tuple[int, int]:
 
 def test_a_search_uses_all_tiers(tmp_path: Path) -> None:
     """Neither the device nor the host has room for all of it."""
-    ((on_host, on_nvme),) = run(1, _here, _searched, tmp_path)
+    ((on_host, on_nvme),) = run(1, on_it, _searched, tmp_path)
     assert 0 < on_host <= 150 * 2**10
     assert on_nvme
 
@@ -174,12 +151,12 @@ def _staged(folder: Path) -> tuple[int, int]:
 
 def test_the_host_holds_a_few_layers_on_their_way(tmp_path: Path) -> None:
     """Not all of them, however far it is ahead of the device."""
-    ((staged, layer),) = run(1, _here, _staged, tmp_path)
+    ((staged, layer),) = run(1, on_it, _staged, tmp_path)
     assert 0 < staged <= 7 * layer
 
 
 def _locked_pages(folder: Path) -> tuple[int, int]:
-    """How often pages were locked and unlocked in warm steps."""
+    """How often pages were locked in warm steps, and before."""
     training = Run(adamw, stage=3, activations="nvme", **cases.on_disk(folder))
     training.steps(3)
     memory = training.backend._store.locations.hosted.memory
@@ -189,7 +166,7 @@ def _locked_pages(folder: Path) -> tuple[int, int]:
 
 
 def test_warm_steps_lock_no_pages(tmp_path: Path) -> None:
-    ((made, held),) = run(1, _here, _locked_pages, tmp_path)
+    ((made, held),) = run(1, on_it, _locked_pages, tmp_path)
     # One or the other, where the host is farther ahead than before.
     assert held and made < 6
 
@@ -207,7 +184,7 @@ def _not_locked(folder: Path) -> list[str]:
 
 
 def test_memory_that_cannot_be_locked_is_used_as_it_is(tmp_path: Path) -> None:
-    ((message,),) = run(1, _here, _not_locked, tmp_path)
+    ((message,),) = run(1, on_it, _not_locked, tmp_path)
     assert "cannot be page-locked (error 2 of cudaHostRegister)" in message
 
 
@@ -224,7 +201,7 @@ def _threads(folder: Path) -> list[str]:
 
 
 def test_no_thread_outlives_its_backend(tmp_path: Path) -> None:
-    assert run(1, _here, _threads, tmp_path, fresh=True) == [[]]
+    assert run(1, on_it, _threads, tmp_path, fresh=True) == [[]]
 
 
 def _fails(folder: Path) -> None:
@@ -243,4 +220,4 @@ def _fails(folder: Path) -> None:
 
 
 def test_a_read_that_fails_is_raised_and_training_goes_on(tmp_path: Path) -> None:
-    run(1, _here, _fails, tmp_path)
+    run(1, on_it, _fails, tmp_path)

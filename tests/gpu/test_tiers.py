@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.accelerator import on_it
 from numerics import host_cases as cases
 from numerics.test_offload import (
     Run,
@@ -20,19 +21,11 @@ from numerics.test_offload import (
     stock,
 )
 from ranks import RankFailure, run
-from torch import nn
 
 import zerograph
 from zerograph.core import slots
 from zerograph.core.errors import ShardingError
 from zerograph.runtime.torch_private import local_tensor
-
-
-def _here(case: Callable[..., Any], *args: Any) -> Any:
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    Run.device = torch.device(device.type, 0)
-    return case(*args)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -41,7 +34,7 @@ def _here(case: Callable[..., Any], *args: Any) -> Any:
 )
 def test_training_is_the_same(case: Callable[[], object], world_size: int) -> None:
     try:
-        run(world_size, _here, case)
+        run(world_size, on_it, case)
     except RankFailure as failure:
         # It gathers parameters that are on the device, which ranks that share one have gloo for.
         if case is cases.unusual and world_size == 2 and "exit code -11" in str(failure):
@@ -55,15 +48,15 @@ def _odd(offload: str) -> None:
 
 @pytest.mark.parametrize("offload", ["gradients", "parameters"])
 def test_odd_gradients_views_and_inference(offload: str) -> None:
-    run(1, _here, _odd, offload)
+    run(1, on_it, _odd, offload)
 
 
 def test_checkpoints_load_at_either_tier(tmp_path: Path) -> None:
-    run(2, _here, cases.resumed, str(tmp_path / "checkpoint"))
+    run(2, on_it, cases.resumed, str(tmp_path / "checkpoint"))
 
 
 def test_memory_for_gradients_is_used_again() -> None:
-    run(1, _here, cases.memory_of_gradients)
+    run(1, on_it, cases.memory_of_gradients)
 
 
 def _each_tier(dtype: torch.dtype | None) -> None:
@@ -82,7 +75,7 @@ def _each_tier(dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, None), (2, torch.bfloat16)], ids=["1", "2-bfloat16"])
 def test_each_tier_gives_the_same_bits(world_size: int, dtype: torch.dtype | None) -> None:
-    run(world_size, _here, _each_tier, dtype)
+    run(world_size, on_it, _each_tier, dtype)
 
 
 UPDATES: list[tuple[Any, str, dict[str, Any]]] = [
@@ -113,7 +106,7 @@ def _on_the_device(make: Any, offload: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("make", "offload", "options"), UPDATES, ids=[make.__name__ for make, *_ in UPDATES])
 def test_updates_on_the_device(make: Any, offload: str, options: dict[str, Any]) -> None:
-    run(2, _here, _on_the_device, make, offload, options)
+    run(2, on_it, _on_the_device, make, offload, options)
 
 
 def _activations(recompute: str) -> int:
@@ -129,7 +122,7 @@ def _activations(recompute: str) -> int:
 
 @pytest.mark.parametrize(("world_size", "recompute"), [(1, "auto"), (2, "full")])
 def test_what_layers_save_waits_on_the_host(world_size: int, recompute: str) -> None:
-    assert all(run(world_size, _here, _activations, recompute))
+    assert all(run(world_size, on_it, _activations, recompute))
 
 
 def _moves() -> None:
@@ -150,33 +143,16 @@ def _moves() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_stays_on_the_device_it_computes_on(world_size: int) -> None:
-    run(world_size, _here, _moves)
+    run(world_size, on_it, _moves)
 
 
 def _built_on_meta() -> None:
-    losses: list[list[float]] = []
-    for more in ({}, cases.on_host()):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
-        backend = zerograph.backend(stage=3, compute="eager", **more)
-        zerograph.materialize(zerograph.shard(model, backend, device=Run.device))
-        assert all(local_tensor(p).is_pinned() for p in model.parameters()) is bool(more)
-        compiled, optimizer = torch.compile(model, backend=backend), adamw(model)
-        losses.append([])
-        for _ in range(3):
-            loss = compiled(torch.ones(4, 8, device=Run.device)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    cases.close(torch.tensor(losses[1]), torch.tensor(losses[0]))
+    cases.built_on_meta(cases.on_host(), is_pinned=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_on_the_meta_device_is_made_on_the_host(world_size: int) -> None:
-    run(world_size, _here, _built_on_meta)
+    run(world_size, on_it, _built_on_meta)
 
 
 def _as_on_the_device(options: dict[str, Any]) -> int:
@@ -192,9 +168,9 @@ def _as_on_the_device(options: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_is_as_on_the_device(world_size: int) -> None:
-    assert all(run(world_size, _here, _as_on_the_device, {"offload": "parameters"}))
+    assert all(run(world_size, on_it, _as_on_the_device, {"offload": "parameters"}))
 
 
 def test_what_a_search_moves_is_traced_again() -> None:
     """The search finds out after the first trace what has to leave."""
-    assert all(run(1, _here, _as_on_the_device, {"offload": "auto", "memory": "350KiB"}))
+    assert all(run(1, on_it, _as_on_the_device, {"offload": "auto", "memory": "350KiB"}))

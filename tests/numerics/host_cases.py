@@ -166,6 +166,29 @@ def resumed(folder: str, offloaded: dict[str, Any] | None = None) -> None:
     alike(resumes, offloaded, groups, dtype=torch.bfloat16)
 
 
+def built_on_meta(offloaded: dict[str, Any], is_pinned: bool) -> None:
+    """A model that is made where its parameters are ``offloaded`` to trains as one that is made on the device."""
+    losses: list[list[float]] = []
+    for more in ({}, offloaded):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+        backend = zerograph.backend(stage=3, compute="eager", **more)
+        zerograph.materialize(zerograph.shard(model, backend, device=Run.device))
+        assert {local_tensor(p).is_pinned() for p in model.parameters()} == {bool(more) and is_pinned}
+        compiled, optimizer = torch.compile(model, backend=backend), adamw(model)
+        losses.append([])
+        for _ in range(3):
+            loss = compiled(torch.ones(4, 8, device=Run.device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert is_pinned or not any(local_tensor(p).is_pinned() for p in model.parameters())
+    close(torch.tensor(losses[1]), torch.tensor(losses[0]))
+
+
 def memory_of_gradients() -> None:
     training = Run(adamw, stage=3, **on_host())
     training.steps(2)

@@ -215,7 +215,7 @@ def _there(member: Member, slot: Tensor, piece: _CopiedPiece, mastered: bool) ->
 def _pair(tensor: Tensor, slot: Tensor, piece: _CopiedPiece, at: int) -> tuple[Tensor, Tensor]:
     """The part of ``tensor`` in ``piece``: where it lives, and in its slot."""
     there = flat(tensor)[piece.first : piece.first + piece.size]
-    return there, slot[at : at + there.nbytes].view(there.dtype)
+    return there, _in_slot(slot, piece, at, there.dtype)
 
 
 def _sizes(part: Part) -> list[int]:

@@ -69,17 +69,17 @@ def shard_parameters(
     # Everything that may be refused comes before the first change: a model is sharded wholly or not at all.
     _make_classes(roots, places)
     specs = {name: spec_of(param, name, config, mesh) for name, param in named.items()}
-    tiers: dict[str, Tier] = {}  # where one has a host
+    tiers: dict[str, Tier] = dict.fromkeys(named, "device")
     if ranks.host is not None:
         placement = placement_by_name(config)
         for name, plain in named.items():
-            tiers[name] = outward_tier(placement(name), plain) if specs[name].sharded else "device"
+            if specs[name].sharded:
+                tiers[name] = outward_tier(placement(name), plain)
             if tiers[name] != "device":
                 specs[name] = specs[name]._replace(device=ranks.device)
     _warn_of_few_rows(named, specs, mesh)
     new = {
-        name: _new_parameter(param, specs[name], tiers.get(name, "device"), ranks, config.sharding)
-        for name, param in named.items()
+        name: _new_parameter(param, specs[name], tiers[name], ranks, config.sharding) for name, param in named.items()
     }
     # Before optimizers get the new parameters: then their states are split like these, which must be rank 0's by now.
     share_states(early_states(named, objects), mesh)
