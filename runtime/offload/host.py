@@ -111,11 +111,6 @@ class AcceleratorHost:
                 self._staged.append(room)
             return room[:size]
 
-    @property
-    def staged(self) -> int:
-        """Bytes that :meth:`stage` has made."""
-        return sum(room.nbytes for room in self._staged)
-
     @torch.inference_mode(False)
     def _pinned(self, size: int) -> Tensor:
         """Memory of this very size: torch's own page-locked memory has a power of two."""
