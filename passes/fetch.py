@@ -5,9 +5,12 @@ early, and the gather follows where its bucket is needed,
 
     pending = zg.fetch(shards, bucket); ...; here = zg.wait_fetch(pending, shards, bucket); zg.gather(here, bucket)
 
-as a gather that waits for the disk would keep the device from computing. Whether shards pass through the host's memory
-on their way is lowering's to know. Safe for the reason that a gather may move: shards do not change within a
-graph. The fetched shards belong to the gather alone.
+as a gather that waits for the disk would keep the device from computing. On an accelerator gathers have a stream of
+their own: those of what comes from the host wait in it, and follow the fetch at once. Whether shards pass through the
+host's memory on their way is lowering's to know.
+
+Safe for the reason that a gather may move: shards do not change within a graph. The fetched shards belong to the gather
+alone.
 """
 
 from __future__ import annotations
@@ -31,14 +34,18 @@ def fetch(gm: fx.GraphModule, plan: Plan) -> int:
         if plan.buckets[gather.args[1]].placement.parameters != "device"  # type: ignore[index]
     ]
     for gather in offloaded:
-        _fetch(gm.graph, gather)
+        bucket = plan.buckets[gather.args[1]]  # type: ignore[index]
+        (wait_gather,) = gather.users
+        on_device = not wait_gather.meta["val"][0].is_cpu
+        # The last tile may have to be padded, which computes.
+        _fetch(gm.graph, gather, by_gather=on_device and bucket.placement.parameters == "host" and bucket.tiles == 1)
     if offloaded:
         gm.graph.lint()
         gm.recompile()
     return len(offloaded)
 
 
-def _fetch(graph: fx.Graph, gather: fx.Node) -> None:
+def _fetch(graph: fx.Graph, gather: fx.Node, by_gather: bool) -> None:
     shards, transfer = gather.args[0], gather.meta["zg"]
     # Unsharded parameters stay on the device.
     there = [(k, shard) for k, shard in enumerate(shards) if transfer.params[k].sharded]  # type: ignore[arg-type, union-attr]
@@ -49,12 +56,14 @@ def _fetch(graph: fx.Graph, gather: fx.Node) -> None:
     vals = [_here(shard.meta["val"], p) for shard, p in zip(fetched, params, strict=True)]  # type: ignore[union-attr]
     with graph.inserting_before(gather):
         pending = call(graph, FETCH, (fetched, *transfer.part), gather.meta["val"], gather)
-    (wait_gather,) = gather.users
-    wait_gather.prepend(gather)
+    if not by_gather:
+        (wait_gather,) = gather.users
+        wait_gather.prepend(gather)
     with graph.inserting_before(gather):
         wait = call(graph, WAIT_FETCH, (pending, fetched, *transfer.part), vals, gather)
         here = [call(graph, operator.getitem, (wait, k), val, gather) for k, val in enumerate(vals)]
-    pending.meta["zg"] = wait.meta["zg"] = replace(transfer, params=params)
+    pending.meta["zg"] = replace(transfer, params=params)
+    wait.meta["zg"] = replace(transfer, params=params, by_gather=by_gather)
     arrived = dict(zip((k for k, _ in there), here, strict=True))
     gather.args = ([arrived.get(k, shard) for k, shard in enumerate(shards)], *transfer.part)  # type: ignore[arg-type]
 

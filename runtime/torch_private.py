@@ -237,13 +237,12 @@ def reach_host(group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def coalescing(group: dist.ProcessGroup) -> Iterator[Any]:
-    """Inside, collectives of ``group`` become one, which the context's value waits for; functional collectives have
-    that, and no buffers of their own. With a device torch puts a second NCCL group around that one, and the work that
-    holds the tensors ends before they are launched. Seen in 2.11, 2.13."""
+def coalescing(group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, collectives of ``group`` become one, in the current stream; functional collectives have that, and no
+    buffers of their own. With a device torch puts a second NCCL group around that one. Seen in 2.11, 2.13."""
     try:
-        with dist._coalescing_manager(group, async_ops=True) as work:
-            yield work
+        with dist._coalescing_manager(group):
+            yield
     except BaseException:
         dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)  # else the next one finds it
         raise

@@ -142,7 +142,7 @@ class ThreadCommunicator:
         assert not self._flying, f"{len(self._flying)} collectives were never waited for"
         self.group.take(self._give("leave", None))
 
-    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _Pending:
+    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Any] = ()) -> _Pending:
         """Send this rank's rows."""
         return self._start("gather", params, padded_shards(params, shards, self.world_size, CPU))
 

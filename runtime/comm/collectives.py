@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from zerograph.core.errors import ConfigError, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, torch_dtype
 from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
+from zerograph.runtime.comm.own_stream import OwnStream, Wait
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
 from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.waiting import BegunWait
@@ -78,8 +79,12 @@ class Communicator(Protocol):
             RankError: another rank failed in it.
         """
 
-    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Any:
-        """Begin to gather ``shards`` (this rank's rows, maybe none); returns what :meth:`finish_gather` takes."""
+    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()) -> Any:
+        """Begin to gather ``shards`` (this rank's rows, maybe none); returns what :meth:`finish_gather` takes.
+
+        Args:
+            behind: copies to an accelerator that bring some of them. What computes does not wait for them.
+        """
 
     def finish_gather(self, pending: Any) -> list[Tensor]:
         """The full parameters, in compute dtype, contiguous."""
@@ -118,6 +123,16 @@ def sum_over_ranks(comm: Communicator, value: Tensor, program: str) -> Tensor:
     return values.sum()
 
 
+class _PendingCast(NamedTuple):
+    params: Sequence[Param]
+    shards: Sequence[Tensor]
+    behind: Sequence[Wait] = ()
+
+
+def _cast(params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
+    return [s.detach().to(torch_dtype(p.compute_dtype)).contiguous() for p, s in zip(params, shards, strict=True)]
+
+
 class LoneCommunicator:
     """The transport of a lone rank: its shards are whole, so that a gather casts them at most."""
 
@@ -137,16 +152,19 @@ class LoneCommunicator:
     def leave(self) -> None:
         """There is nobody to wait for."""
 
-    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
+    def start_gather(
+        self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
+    ) -> _PendingCast:
         """See :class:`Communicator`."""
-        return [
-            shard.detach().to(torch_dtype(p.compute_dtype)).contiguous()
-            for p, shard in zip(params, shards, strict=True)
-        ]
+        return _PendingCast(params, shards, behind) if behind else _PendingCast(params, _cast(params, shards))
 
-    def finish_gather(self, pending: list[Tensor]) -> list[Tensor]:
+    def finish_gather(self, pending: _PendingCast) -> list[Tensor]:
         """See :class:`Communicator`."""
-        return pending
+        if not pending.behind:
+            return list(pending.shards)
+        for wait in pending.behind:
+            wait()
+        return _cast(pending.params, pending.shards)
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
         """See :class:`Communicator`."""
@@ -164,12 +182,13 @@ class LoneCommunicator:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A collective under way; without its work once that has ended, or was given up.
+    """A collective under way, as its work, or the event at its end in a stream of ours; without it once that was waited
+    for, or was given up.
 
     Nothing else may hold the work: tracebacks of caught errors keep local variables.
     """
 
-    work: dist.Work | None
+    work: dist.Work | torch.Event | None
 
 
 @dataclass(slots=True)
@@ -178,7 +197,7 @@ class _PendingGather:
     full: Full
     works: list[_Flight]
     received: list[Tensor] = field(default_factory=list)
-    sent: list[Tensor] = field(default_factory=list)
+    alive: list[Tensor] = field(default_factory=list)  # that the collective reads
 
 
 @dataclass(slots=True)
@@ -193,8 +212,9 @@ class GroupCommunicator:
     """Collectives of ``torch.distributed``: NCCL, gloo, or any other backend.
 
     On NCCL the all-gathers of a bucket are coalesced into one launch and write straight into the full parameters;
-    elsewhere a bucket travels as one flat message and is copied out. An NCCL group runs its collectives on one stream
-    of its own, so reductions get a second group: they overlap gathers as well as compute.
+    elsewhere a bucket travels as one flat message and is copied out. On an accelerator gathers and reductions have a
+    stream each. NCCL runs the collectives of one group one after the other all the same, so reductions get a second
+    group: they overlap gathers as well as compute.
 
     After an error on gloo ranks go on with new connections: what was begun on the old ones and never finished would
     else meet later messages. They are ZeroGraph's own from the start, so the user's group is as it was.
@@ -222,13 +242,14 @@ class GroupCommunicator:
         self._doing, self.steps = "", 0
         self._flying: set[_Flight] = set()
         self._connected = 0  # the generation of the connections
-        self.reduce_group = group
-        if gathers and backend_name(group, device) == "nccl" and group.size() > 1:
-            self.reduce_group = second_group(group, device)
         self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
         self.coalesces = backend_name(group, device) == "nccl"
         self.compares = rendezvous is not None and backend_name(group, device) == "gloo"
+        has_streams = device.type != "cpu" and backend_name(group, device) != "gloo"
+        self._gathers, self._reductions = (OwnStream(device) if has_streams else None for _ in range(2))
+        two = has_streams and gathers and group.size() > 1
+        self.reduce_group = second_group(group, device) if two else group
         if self.compares:
             self._connect()
 
@@ -261,7 +282,7 @@ class GroupCommunicator:
         device = torch.device("cpu") if self.compares else self.device
         everyone = torch.empty(self.world_size, 2, dtype=torch.int64, device=device)
         mine = torch.tensor([[entry.sequence, entry.steps]], device=device)
-        self._wait(self._fly(_all_gather(everyone, mine, group=self.group, async_op=True)))
+        self._wait(self._launch(self._gathers, _all_gather, everyone, mine, group=self.group))
         found = everyone.tolist()
         if all(theirs == found[self.rank] for theirs in found):
             return
@@ -314,9 +335,19 @@ class GroupCommunicator:
         if self.compares:
             everyone = torch.empty(self.world_size, dtype=torch.int64)
             mine = torch.zeros(1, dtype=torch.int64)
-            self._wait(self._fly(_all_gather(everyone, mine, group=self.group, async_op=True)))
+            self._wait(self._launch(None, _all_gather, everyone, mine, group=self.group))
 
-    def _fly(self, work: Any) -> _Flight:
+    def _launch(
+        self, stream: OwnStream | None, collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup
+    ) -> _Flight:
+        """Begin a collective in ``stream``, or where there is none in the time of its group."""
+        if stream is None:
+            return self._fly(collective(*tensors, group=group, async_op=True))
+        with stream.behind():
+            collective(*tensors, group=group)
+            return self._fly(stream.end())
+
+    def _fly(self, work: dist.Work | torch.Event) -> _Flight:
         flight = _Flight(work)
         self._flying.add(flight)
         return flight
@@ -324,7 +355,9 @@ class GroupCommunicator:
     def _wait(self, flight: _Flight) -> None:
         """Wait for a collective, and on gloo see meanwhile whether a rank failed."""
         assert flight.work is not None
-        if not self.compares:
+        if isinstance(flight.work, torch.Event):
+            torch.accelerator.current_stream(self.device).wait_event(flight.work)
+        elif not self.compares:
             flight.work.wait()
         else:
             assert self.rendezvous is not None
@@ -337,7 +370,7 @@ class GroupCommunicator:
         flight.work = None
 
     def _ends_soon(self, flight: _Flight) -> bool:
-        assert flight.work is not None
+        assert isinstance(flight.work, dist.Work)
         try:
             flight.work.wait(_SLICE)
         except RuntimeError as error:
@@ -352,34 +385,48 @@ class GroupCommunicator:
         if self.rendezvous is not None:
             self.rendezvous.collectives += 1
 
-    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _PendingGather:
+    def start_gather(
+        self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
+    ) -> _PendingGather:
         """See :class:`Communicator`."""
         full = allocate_full(params, self.world_size, self.device)
-        sends = padded_shards(params, shards, self.world_size, self.device)
         self._begun()
-        if self.coalesces:
-            with coalescing(self.group) as manager:
-                for out, send in zip(full.padded, sends, strict=True):
-                    _all_gather(out, send, group=self.group, async_op=True)
-            # What is sent must stay alive until the collective has ended.
-            return _PendingGather(params, full, [self._fly(manager)], sent=sends)
-        # As bytes: the parameters of a bucket may have several dtypes, and travel in one message.
+        if self._gathers is None:
+            received, flat = self._messages(padded_shards(params, shards, self.world_size, self.device))
+            flight = self._fly(_all_gather(received, flat, group=self.group, async_op=True))
+            return _PendingGather(params, full, [flight], [received], [flat])
+        with self._gathers.behind(behind):
+            # What is made here has memory of this stream, and goes back to it.
+            sends = padded_shards(params, shards, self.world_size, self.device)
+            if self.coalesces:
+                with coalescing(self.group):
+                    for out, send in zip(full.padded, sends, strict=True):
+                        _all_gather(out, send, group=self.group)
+            else:
+                received, flat = self._messages(sends)
+                _all_gather(received, flat, group=self.group)
+                self._copy_out(received, full)
+            return _PendingGather(params, full, [self._fly(self._gathers.end())], alive=[*sends, *shards])
+
+    def _messages(self, sends: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Memory for the messages of all ranks, and this one's: as bytes, since the parameters of a bucket may have
+        several dtypes, and travel in one."""
         flat = torch.cat([s.view(torch.uint8) for s in sends])
-        received = flat.new_empty(self.world_size * flat.numel())
-        flight = self._fly(_all_gather(received, flat, group=self.group, async_op=True))
-        return _PendingGather(params, full, [flight], [received], [flat])
+        return flat.new_empty(self.world_size * flat.numel()), flat
+
+    def _copy_out(self, received: Tensor, full: Full) -> None:
+        by_rank, offset = received.view(self.world_size, -1), 0
+        for padded in full.padded:
+            out = padded.view(torch.uint8).view(self.world_size, -1)
+            out.copy_(by_rank[:, offset : offset + out.shape[1]])
+            offset += out.shape[1]
 
     def finish_gather(self, pending: _PendingGather) -> list[Tensor]:
         """See :class:`Communicator`."""
         for work in pending.works:
             self._wait(work)
         for received in pending.received:
-            by_rank = received.view(self.world_size, -1)
-            offset = 0
-            for padded in pending.full.padded:
-                out = padded.view(torch.uint8).view(self.world_size, -1)
-                out.copy_(by_rank[:, offset : offset + out.shape[1]])
-                offset += out.shape[1]
+            self._copy_out(received, pending.full)
         return pending.full.tensors
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingReduce:
@@ -409,7 +456,7 @@ class GroupCommunicator:
             flight = self._fly(dist.all_reduce(send, group=self.reduce_group, async_op=True))
         else:
             out = send.new_empty(sum(lengths))
-            flight = self._fly(_reduce_scatter(out, send.view(-1), group=self.reduce_group, async_op=True))
+            flight = self._launch(self._reductions, _reduce_scatter, out, send.view(-1), group=self.reduce_group)
         parts = [
             part[: prod(p.shard_shape(self.rank, self.world_size))]
             for p, part in zip(params, out.split(lengths), strict=True)
@@ -420,7 +467,7 @@ class GroupCommunicator:
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], _Flight, Tensor]:
         flat = torch.cat([g.reshape(-1).to(self.device, dtype) for g in grads])
-        flight = self._fly(dist.all_reduce(flat, group=self.reduce_group, async_op=True))
+        flight = self._launch(self._reductions, dist.all_reduce, flat, group=self.reduce_group)
         return list(flat.split([p.elements for p in params])), flight, flat
 
     def finish_reduce(self, pending: _PendingReduce) -> list[Tensor]:

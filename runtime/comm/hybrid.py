@@ -14,6 +14,7 @@ from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.axes import Axes
 from zerograph.runtime.comm.collectives import Communicator, LoneCommunicator, connect
 from zerograph.runtime.comm.entry import Entry
+from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.rendezvous import Rendezvous
 
 
@@ -74,9 +75,9 @@ class HybridCommunicator:
         self.shards.leave()
         self.replicas.leave()
 
-    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Any:
+    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()) -> Any:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        return self.shards.start_gather(params, shards)
+        return self.shards.start_gather(params, shards, behind)
 
     def finish_gather(self, pending: Any) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""

@@ -28,6 +28,7 @@ from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype
 from zerograph.runtime.comm.entry import Entry, describe_difference
+from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.rendezvous import Rendezvous, shared
 from zerograph.runtime.comm.store_client import StoreLost
 from zerograph.runtime.comm.waiting import LOOK, BegunWait
@@ -88,8 +89,10 @@ class SharedMemoryCommunicator:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         self.pool.trim()
 
-    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _Gathering:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+    def start_gather(
+        self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
+    ) -> _Gathering:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`; nothing comes ``behind`` a copy to a CPU."""
         sources = [shard.contiguous() for shard in shards]  # copies live until the core has read them: when it returns
         pieces = []
         for p, source in zip(params, sources, strict=True):

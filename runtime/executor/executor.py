@@ -85,6 +85,7 @@ class Executor:
         self.store, self.early = runtime.store, runtime.early
         self.trims, self.unread, self.names = program.trims, program.unread, program.names
         self.synchronizes = runtime.device.type != "cpu"
+        self._arriving: list[Callable[[], None]] = []  # waits of the next gather for copies
         # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.name = f"{program.kind} of {runtime.code}"
@@ -135,6 +136,7 @@ class Executor:
             if self.comm is not None:
                 self.comm.abort(reason_of(error))
             self.early.abandon(reason_of(error))
+            self._arriving = []
             registers.clear()  # which the traceback holds
             raise
         self.telemetry.finished(program.kind)
@@ -213,7 +215,8 @@ class Executor:
             if not instruction.fetched:
                 shards = self.store.fetches.finish(self.store.fetches.start(instruction.params, shards))
             shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]
-            cached = self.comm.start_gather(instruction.params, shards)
+            arriving, self._arriving = self._arriving, []
+            cached = self.comm.start_gather(instruction.params, shards, arriving)
             registers[instruction.out] = (instruction.params, cached)
         else:
             registers[instruction.out] = (None, cached)
@@ -254,6 +257,8 @@ class Executor:
         found: Sequence[Tensor | None] = [None] * len(instruction.outs)
         if isinstance(pending, Returning):
             found = self.store.saved.finish(pending)
+        elif pending is not None and instruction.by_gather:
+            found, self._arriving = pending.shards, [copy.wait for copy in pending.copies]
         elif pending is not None:
             found = self.store.fetches.finish(pending)
         for register, tensor in zip(instruction.outs, found, strict=True):

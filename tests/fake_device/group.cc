@@ -47,13 +47,13 @@ class Group final : public c10d::Backend {
   const std::string getBackendName() const override { return "fakeccl"; }
 
   Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return begin(tensors, [below = below_, own = kernels(tensors), options]() mutable {
+    return begin(options.asyncOp, tensors, [below = below_, own = kernels(tensors), options]() mutable {
       below->allreduce(own, options)->wait();
     });
   }
 
   Works broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return begin(tensors, [below = below_, own = kernels(tensors), options]() mutable {
+    return begin(options.asyncOp, tensors, [below = below_, own = kernels(tensors), options]() mutable {
       below->broadcast(own, options)->wait();
     });
   }
@@ -65,7 +65,7 @@ class Group final : public c10d::Backend {
       into.push_back(kernels(output));
       alive.insert(alive.end(), output.begin(), output.end());
     }
-    return begin(alive, [below = below_, into, own = kernels(inputs), options]() mutable {
+    return begin(options.asyncOp, alive, [below = below_, into, own = kernels(inputs), options]() mutable {
       below->allgather(into, own, options)->wait();
     });
   }
@@ -77,14 +77,14 @@ class Group final : public c10d::Backend {
       from.push_back(kernels(input));
       alive.insert(alive.end(), input.begin(), input.end());
     }
-    return begin(alive, [below = below_, from, own = kernels(outputs), options]() mutable {
+    return begin(options.asyncOp, alive, [below = below_, from, own = kernels(outputs), options]() mutable {
       below->scatter(own, from, options)->wait();
     });
   }
 
   Works _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     Tensors both{output, input};
-    return begin(both, [below = below_, own = kernels(both), options]() mutable {
+    return begin(options.asyncOp, both, [below = below_, own = kernels(both), options]() mutable {
       below->_allgather_base(own[0], own[1], options)->wait();
     });
   }
@@ -92,7 +92,7 @@ class Group final : public c10d::Backend {
   Works _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                              const c10d::ReduceScatterOptions& options) override {
     Tensors both{output, input};
-    return begin(both, [below = below_, own = kernels(both), options]() mutable {
+    return begin(options.asyncOp, both, [below = below_, own = kernels(both), options]() mutable {
       below->_reduce_scatter_base(own[0], own[1], options)->wait();
     });
   }
@@ -101,13 +101,14 @@ class Group final : public c10d::Backend {
                                         const c10d::AllgatherOptions& options) override {
     Tensors alive = outputs;
     alive.insert(alive.end(), inputs.begin(), inputs.end());
-    return begin(alive, [below = below_, into = kernels(outputs), own = kernels(inputs), options]() mutable {
+    auto job = [below = below_, into = kernels(outputs), own = kernels(inputs), options]() mutable {
       for (std::size_t i = 0; i < into.size(); ++i) below->_allgather_base(into[i], own[i], options)->wait();
-    });
+    };
+    return begin(options.asyncOp, alive, std::move(job));
   }
 
   Works allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return begin(tensors, [below = below_, own = kernels(tensors), options]() mutable {
+    return begin(options.asyncOp, tensors, [below = below_, own = kernels(tensors), options]() mutable {
       for (auto& one : own) {
         Tensors alone{one};
         below->allreduce(alone, options)->wait();
@@ -121,20 +122,26 @@ class Group final : public c10d::Backend {
   }
 
  private:
-  Works begin(Tensors alive, Job job) {
-    // Behind what the caller's stream was told.
-    Mark::set(current_stream())->hold(stream_);
-    Told told{"kernel", stream_, 0, "a collective", {}, {}};
+  // As NCCL: what the caller waits for at once runs in its stream, and the others in the group's, behind what the
+  // caller's was told.
+  Works begin(bool async, Tensors alive, Job job) {
+    const auto stream = async ? stream_ : current_stream();
+    if (async) Mark::set(current_stream())->hold(stream_);
+    // One after the other, in whatever streams: ranks would else send each other what stands at different places.
+    if (last_) last_->hold(stream);
+    Told told{"kernel", stream, 0, "a collective", {}, {}};
     for (const auto& tensor : alive) {
       if (!tensor.is_cpu()) told.writes.push_back(block_of(tensor));
     }
     tell(std::move(told));
-    launch(stream_, std::move(job));
-    return c10::make_intrusive<Collective>(stream_, std::move(alive));
+    launch(stream, std::move(job));
+    last_ = Mark::set(stream);
+    return c10::make_intrusive<Collective>(stream, std::move(alive));
   }
 
   c10::intrusive_ptr<c10d::Backend> below_;
   std::int64_t stream_;
+  std::shared_ptr<Mark> last_;
 };
 
 }  // namespace

@@ -114,7 +114,7 @@ def _waits_for_no_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = {
-    "memory of a collective that nobody waited for": ("in memory", _forgets_collectives, "a collective"),
+    "memory of a collective that nobody waited for": ("in memory", _forgets_collectives, "the end of its life"),
     "a copy that nobody waited for": ("all on the host", _waits_for_no_copy, "copy"),
 }
 

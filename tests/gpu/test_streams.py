@@ -1,14 +1,24 @@
-"""Communication has streams of its own, so that it overlaps compute."""
+"""Communication has streams of its own, so that it overlaps compute, and waits for copies without it.
+
+Tests ``runtime/comm/own_stream.py``.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from gpu.accelerator import here
+from gpu.accelerator import here, on_it
+from numerics import host_cases as cases
+from numerics.test_offload import Run, adamw
+from ranks import run
 
+from zerograph.core.instructions import Gather, Move, WaitFetch, WaitGather
 from zerograph.core.step import Param
-from zerograph.runtime.comm.collectives import GroupCommunicator
+from zerograph.runtime.comm.collectives import GroupCommunicator, LoneCommunicator
+from zerograph.runtime.comm.own_stream import OwnStream
 
 
 def _param(rows: int) -> Param:
@@ -38,3 +48,69 @@ def test_gathers_run_beside_compute(alone: dist.ProcessGroup) -> None:
     del product
     streams = {e.device_resource_id for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA}
     assert len(streams) > 1, "the collective ran on the compute stream"
+
+
+def _computes_for_long(size: int = 1024) -> torch.Event:
+    """The end of work in a stream beside the current one."""
+    stream, matrix = torch.Stream(device=here()), torch.full((size, size), 1 / size, device=here())
+    before = torch.accelerator.current_stream().record_event()
+    with stream:
+        stream.wait_event(before)
+        for _ in range(20 if here().type == "fake" else 2000):
+            matrix = matrix @ matrix
+        return stream.record_event()
+
+
+def _computes_meanwhile(late: torch.Event) -> None:
+    assert not late.query()
+    end = torch.ones(1, device=here()).add_(1)
+    torch.accelerator.current_stream().record_event().synchronize()
+    assert end.device == here() and not late.query(), "what computes has waited for the copy"
+
+
+def test_what_computes_waits_for_no_copy_of_a_gather(alone: dist.ProcessGroup) -> None:
+    """Its stream does, and whoever waits for the gather."""
+    shard = torch.randn(512, 1024, device=here())
+    for comm in (GroupCommunicator(alone, here()), LoneCommunicator()):
+        late = _computes_for_long()
+        wait = lambda late=late: torch.accelerator.current_stream().wait_event(late)  # noqa: E731
+        pending = comm.start_gather([_param(512)], [shard], [wait])
+        _computes_meanwhile(late)
+        (full,) = comm.finish_gather(pending)
+        torch.accelerator.current_stream().record_event().synchronize()
+        assert late.query() and torch.equal(full, shard.bfloat16())
+
+
+def test_a_stream_goes_on_where_the_current_one_was() -> None:
+    """What was told before has been done, and what is told meanwhile need not wait."""
+    own, late = OwnStream(here()), _computes_for_long()
+    value = torch.ones(4, device=here()).add_(1)
+    with own.behind([lambda: torch.accelerator.current_stream().wait_event(late)]):
+        doubled = value * 2
+    _computes_meanwhile(late)
+    torch.accelerator.current_stream().wait_event(own.end())
+    assert doubled.tolist() == [4.0] * 4
+
+
+def _order(offloaded: str, folder: str) -> list[tuple[bool, bool]]:
+    """Of each gather whose shards are fetched, whether its stream waits for them, and whether it begins early."""
+    tier = cases.on_host() if offloaded == "host" else cases.on_disk(Path(folder))
+    training = Run(adamw, stage=3, prefetch=1, **tier)
+    training.steps(1)
+    found = []
+    for program in (p for frame in training.backend._frames for p in frame.programs.values()):
+        steps = [i for i in program.instructions if not isinstance(i, Move)]
+        for place, each in enumerate(steps):
+            if isinstance(each, Gather) and each.fetched:
+                before, behind = steps[place - 1], steps[place + 1]
+                assert isinstance(before, WaitFetch)
+                found.append((before.by_gather, not isinstance(behind, WaitGather)))
+    return found
+
+
+def test_gathers_of_what_is_on_the_host_begin_early(tmp_path: Path) -> None:
+    """Of what is on NVMe they would keep the host waiting, which tells the device what to compute."""
+    for found in run(2, on_it, _order, "host", str(tmp_path)):
+        assert all(by_gather for by_gather, _ in found) and any(early for _, early in found)
+    for found in run(2, on_it, _order, "nvme", str(tmp_path)):
+        assert found and not any(by_gather or early for by_gather, early in found)

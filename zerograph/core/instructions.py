@@ -211,9 +211,14 @@ class _Wait(_Instruction):
 
 @dataclass(frozen=True, slots=True)
 class WaitFetch(_Wait):
-    """Wait for what was read or fetched, and is needed next."""
+    """Wait for what was read or fetched, and is needed next.
+
+    Attributes:
+        by_gather: whether a gather waits in its stream, and what computes does not.
+    """
 
     operation = "fetch"
+    by_gather: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

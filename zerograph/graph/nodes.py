@@ -27,12 +27,17 @@ _VIEWS_BY_DECOMPOSITION = frozenset({aten._unsafe_view.default})
 
 @dataclass(frozen=True, slots=True)
 class BucketFact:
-    """The fact on every ``zg::`` node that moves a bucket, or a tile of one: which, and its parameters, in order."""
+    """The fact on every ``zg::`` node that moves a bucket, or a tile of one: which, and its parameters, in order.
+
+    Attributes:
+        by_gather: of a wait for a fetch, whether the gather behind it waits in its stream, and what computes does not.
+    """
 
     bucket: int
     params: tuple[Param, ...]
     tile: int = 0
     tiles: int = 1
+    by_gather: bool = False
 
     @property
     def part(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from zerograph.core.instructions import (
     Timed,
     View,
     Wait,
+    WaitFetch,
     WaitGather,
 )
 from zerograph.core.machine import Tier
@@ -50,7 +51,7 @@ class CostModel(Protocol):
 
 
 # Numbers and not classes: `walk` is where a search spends its time, on the same instructions over and over.
-COMPUTE, GATHER, REDUCE, MOVE, WAIT, FREE, VIEW, MARK = range(8)
+COMPUTE, GATHER, REDUCE, MOVE, WAIT, FREE, VIEW, MARK, ARRIVE = range(9)
 
 
 class Fact(NamedTuple):
@@ -110,7 +111,7 @@ class Costs:
         elif isinstance(instruction, OffDevice):
             role = MOVE
         elif isinstance(instruction, Wait):
-            role = WAIT
+            role = ARRIVE if isinstance(instruction, WaitFetch) and instruction.by_gather else WAIT
         if isinstance(instruction, Timed):
             seconds = self._seconds(instruction, program.segments)
         if isinstance(instruction, (Gather, WaitGather, Free)):

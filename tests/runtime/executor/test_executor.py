@@ -46,7 +46,9 @@ class Recorder:
         self.calls: list[str] = []
         self.param = torch.zeros(4)
 
-    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
+    def start_gather(
+        self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Any] = ()
+    ) -> list[Tensor]:
         self.calls.append(f"start gather {' '.join(p.name for p in params)}")
         return [torch.cat([s, s]) for s in shards]
 

@@ -224,7 +224,7 @@ class _Lowering:
                 instruction = self._carry(move, tier, "device", reads, (out,), self._staged(node, tier, [size]))
             case ops.WAIT_FETCH:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
-                instruction = WaitFetch(pending, outs)
+                instruction = WaitFetch(pending, outs, by_gather=info.by_gather)
                 self.shared |= dict.fromkeys(outs, pending)
             case ops.VIEW:
                 source, dim, begin, end = node.args
