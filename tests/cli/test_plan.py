@@ -116,6 +116,11 @@ def test_a_plan_file_of_a_traced_model(model: Path, tmp_path: Path, world: int) 
     assert not torch.distributed.is_initialized()
 
 
+def test_a_gpu_that_torch_does_not_find_is_not_traced(model: Path) -> None:
+    result = run(f"{model}:small", "--device", "cuda")
+    assert result.exit_code == 2 and "error: torch finds no GPU" in result.stderr
+
+
 def test_replicas_share_a_host_and_average_between_them(model: Path, tmp_path: Path) -> None:
     files = []
     for replicas in ("1", "2"):

@@ -7,23 +7,17 @@ for a real architecture. Nothing runs, and nothing is timed: of several configur
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-HERE = Path(__file__).parent
-TORCH = Path(torch.__file__).parent
+from cuda_shim.process import with_shim
 
 pytestmark = [
     pytest.mark.costly,
     pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="kernels are counted for torch 2.13"),
-    pytest.mark.skipif(torch.version.cuda is not None, reason="torch has the CUDA that the shim stands for"),
 ]
 
 
@@ -53,28 +47,15 @@ class SegmentCase:
     alike: tuple[dict[str, Any], ...] = ({"stage": 1}, {"stage": 3, "offload": "parameters", "tier": "host"})
 
 
-@pytest.fixture(scope="session")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shared library of `shim.cc`."""
-    library = tmp_path_factory.mktemp("shim") / "libshim.so"
-    includes = [f"-I{TORCH}/include", f"-I{TORCH}/include/torch/csrc/api/include"]
-    command = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", *includes, str(HERE / "shim.cc"), "-o", str(library)]
-    subprocess.run([*command, f"-L{TORCH}/lib", "-lc10", "-ltorch_cpu"], check=True)
-    return library
-
-
 def made(shim: Path, caches: Path, case: SegmentCase) -> dict[str, Any]:
     """The findings of `segments.py`."""
-    environment = os.environ | {
-        "LD_PRELOAD": str(shim), "LD_LIBRARY_PATH": f"{TORCH}/lib", "OMP_NUM_THREADS": "1",
+    facts = {"model": case.model, "capability": case.capability, "alike": case.alike, **case.options}
+    caches_of = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }  # fmt: skip
-    facts = {"model": case.model, "capability": case.capability, "alike": case.alike, **case.options}
-    command = [sys.executable, str(HERE / "segments.py"), json.dumps(facts)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    output = with_shim(shim, "segments.py", json.dumps(facts), **caches_of)
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
 
 

@@ -78,6 +78,11 @@ TILES = Parsed("auto|N", _tiles)
 @click.option("--seq", type=click.IntRange(1), default=1024, show_default=True, help="Tokens per sequence.")
 @click.option("--stage", type=STAGE, default="3", show_default=True, help="ZeRO stage; auto fills the memory.")
 @click.option("--machine", default="h100-80gb", show_default=True, help="A preset, or a file from `zerograph bench`.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Whose operators the step is traced with.  [default: cuda where torch finds a GPU, and Triton is there]",
+)
 @click.option("--memory", type=SIZE, help="Device memory a rank may use: 70GiB.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Compute dtype.")
 @click.option(
@@ -149,8 +154,11 @@ def plan(
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say, model_code(verbose):
         say("importing torch and the model")
+        from zerograph.dryrun.compile_only import device_to_trace
+
+        options["device"] = device_to_trace(options.get("device"), machine)
         name, make = _model(model, size, options["batch"], options["seq"])
-        say(f"tracing {name} for {options['world']} simulated ranks")
+        say(f"tracing {name} for {options['world']} simulated ranks, with the operators of {options['device']}")
         if what is None:
             from zerograph.dryrun.forecast import plan_file
 

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from zerograph.compiler.frame_plan import Planner, plain
 from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.compiler.repetition.repeat import Joint, Repeat
 from zerograph.core.config import Config
-from zerograph.core.errors import UnsupportedError, ZeroGraphError
+from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.garbage import without_gc
+from zerograph.core.machine import Machine
 from zerograph.core.step import Dimension
 from zerograph.dryrun.inputs import Arguments, arguments
 from zerograph.dryrun.torch_private import BackendFailed, Ended, FakeTensorMode, simulate_group
@@ -56,6 +58,26 @@ class Compiled:
     tokens: int
     searched: int
     states: int
+
+
+def device_to_trace(asked: str | None, machine: Machine) -> str:
+    """The device whose operators a step on ``machine`` is traced with: if that has GPUs, a GPU where torch finds one,
+    and Triton to compile for it.
+
+    Args:
+        asked: "cpu" or "cuda", where somebody has said so.
+
+    Raises:
+        ConfigError: torch finds no GPU to trace for.
+    """
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise ConfigError(
+            "torch finds no GPU, whose operators it would trace",
+            "run this where torch.cuda.is_available(), or leave --device out: attention is then as on a CPU",
+        )
+    compiles = there and machine.device != "cpu" and find_spec("triton") is not None
+    return f"cuda:{torch.cuda.current_device()}" if asked == "cuda" or (asked is None and compiles) else "cpu"
 
 
 def compile_only(

@@ -44,6 +44,7 @@ def plan_file(
     tier: Tier | None = None,
     overlap: Overlap | Literal["auto"] = "none",
     repeat_layers: bool = True,
+    device: str = "cpu",
     **options: Any,
 ) -> PlanFile:
     """Plan one training step of what ``make`` returns.
@@ -63,7 +64,7 @@ def plan_file(
         offload, tier, overlap: as in :class:`~zerograph.planner.search.constraints.Constraints`. Unless ``offload`` is
             "none", the plan is searched over all tiers of ``machine``, and forecast from its schedule: no program is
             lowered for it.
-        repeat_layers: see :func:`zerograph.dryrun.compile_only.compile_only`.
+        repeat_layers, device: see :func:`zerograph.dryrun.compile_only.compile_only`.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
             Plans with ``activations`` on a tier that no program reaches on ``machine`` are forecast like others that
             are offloaded.
@@ -89,7 +90,7 @@ def plan_file(
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, programs=False,
             moments=moments, dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
-            batch_tiles=config.batch_tiles,
+            batch_tiles=config.batch_tiles, device=device,
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
         return file_from_search(
@@ -101,7 +102,7 @@ def plan_file(
     def planned_file(**more: Any) -> tuple[PlanFile, int]:
         found = compile_only(
             make, world_size=world, replicas=replicas, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers,
-            dtype=compute, moments=moments, **options | more,
+            dtype=compute, moments=moments, device=device, **options | more,
         )  # fmt: skip
         return forecast_file(name, found, machine, moments=moments, reserve=reserve), found.searched
 

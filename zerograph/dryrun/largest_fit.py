@@ -125,6 +125,7 @@ def probe(
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
     overlap: Overlap | Literal["auto"] = "none",
+    device: str = "cpu",
     **options: Any,
 ) -> Probe:
     """The plans of a model by batch or sequence; see :func:`largest_file`."""
@@ -133,7 +134,7 @@ def probe(
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
         make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=constraints.sharding, moments=moments,
-        repeat_layers=repeat_layers, token_tiles=config.token_tiles, batch_tiles=config.batch_tiles,
+        repeat_layers=repeat_layers, token_tiles=config.token_tiles, batch_tiles=config.batch_tiles, device=device,
     )  # fmt: skip
     return Probe(steps, machine, constraints, moments)
 
