@@ -474,11 +474,15 @@ class GroupCommunicator:
         """See :class:`Communicator`."""
         for work in pending.works:
             self._wait(work)
-        # A device divides a list in a launch or two, where one by one each gradient takes one.
+        # A device works on a list in a launch or two, where one by one each gradient takes one.
         means = torch._foreach_div(pending.results, self.world_size) if pending.results else []
+        dtypes = [torch_dtype(p.dtype) for p in pending.params]
+        if any(mean.dtype != dtype for mean, dtype in zip(means, dtypes, strict=True)):
+            cast = [torch.empty_like(mean, dtype=dtype) for mean, dtype in zip(means, dtypes, strict=True)]
+            torch._foreach_copy_(cast, list(means))
+            means = cast
         return [
-            mean.to(torch_dtype(p.dtype)).view(p.shard_shape(self.rank, self.world_size))
-            for p, mean in zip(pending.params, means, strict=True)
+            mean.view(p.shard_shape(self.rank, self.world_size)) for p, mean in zip(pending.params, means, strict=True)
         ]
 
     def abort(self, reason: str) -> None:

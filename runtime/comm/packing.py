@@ -7,7 +7,6 @@ give the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -74,13 +73,14 @@ def gradient_message(
         _pack([grad.detach().reshape(-1) for grad in grads], lengths, offsets, message)
         return message
     message = torch.zeros(world_size, width, dtype=dtype, device=device)
-    for p, grad, offset in zip(params, grads, offsets, strict=True):
-        row = prod(p.shape[1:])
+    for length, grad, offset in zip(lengths, grads, offsets, strict=True):
+        # Ranks have equal parts, but for the last one that has any.
         flat = grad.reshape(-1)
-        for rank in range(world_size):
-            rows = p.shard_rows(rank, world_size)
-            own = flat[rows.start * row : rows.stop * row]
-            message[rank, offset : offset + len(own)] = own
+        equal = len(flat) // max(1, length)
+        rest = flat[equal * length :]
+        message[:equal, offset : offset + length] = flat[: equal * length].view(equal, length)
+        if len(rest):
+            message[equal, offset : offset + len(rest)] = rest
     return message
 
 

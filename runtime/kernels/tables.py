@@ -45,7 +45,8 @@ class NumberTable(NamedTuple):
 def table(
     addresses: Sequence[Sequence[int]], numbers: Sequence[Sequence[int]], shared: Sequence[float], device: torch.device
 ) -> NumberTable:
-    """Bring ``addresses`` and ``numbers``, the columns of the table in this order, to ``device`` in one copy.
+    """The table, on ``device``: what is in its columns is copied there when it is first asked for in a stream, and the
+    shared numbers each time.
 
     Args:
         addresses: columns, each with one address for each tensor; 0 where a tensor has none.
@@ -53,18 +54,33 @@ def table(
         shared: numbers that all tensors share.
         device: where the kernels run.
     """
-    rows = [*addresses, *numbers]
-    pinned = device.type == "cuda"
-    sent = torch.empty(len(shared) + sum(map(len, rows)), dtype=torch.int64, pin_memory=pinned)
-    sent[: len(shared)].view(torch.float64).copy_(torch.tensor(shared, dtype=torch.float64))
-    columns = sent[len(shared) :].view(len(rows), -1)
-    columns.copy_(torch.tensor(rows, dtype=torch.int64))
-    aligned = not bool((columns[: len(addresses)] % _VECTOR).any())
-    there = sent.to(device, non_blocking=True)  # torch uses pinned memory again only once the copy has ended
-    return NumberTable(there[len(shared) :].view(len(rows), -1), there[: len(shared)].view(torch.float64), aligned)
+    rows = tuple(map(tuple, (*addresses, *numbers)))
+    columns = _columns(rows, device, _stream(device))
+    aligned = not any(address % _VECTOR for column in addresses for address in column)
+    return NumberTable(columns, _sent(torch.tensor(shared, dtype=torch.float64), device), aligned)
 
 
-@functools.lru_cache(maxsize=256)
+# In training the same tensors, or others in the memory that these had, are worked on in each step. What one stream has
+# copied another one may not find yet.
+_KEPT = 1024
+
+
+@functools.lru_cache(_KEPT)
+def _columns(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    return _sent(torch.tensor(rows, dtype=torch.int64), device)
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """``numbers`` on ``device``, for which nobody waits."""
+    if device.type == "cuda":
+        numbers = numbers.pin_memory()  # torch uses it again only once the copy has ended
+    return numbers.to(device, non_blocking=True)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.accelerator.current_stream(device).stream_id if device.type == "cuda" else 0
+
+
 def blocks(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
     """Which elements each program has: int32 ``[programs, 2]``, the tensor and the number of the block in it.
 
@@ -73,6 +89,11 @@ def blocks(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
         block: elements of a program.
         device: where the kernels run.
     """
+    return _blocks(sizes, block, device, _stream(device))
+
+
+@functools.lru_cache(_KEPT)
+def _blocks(sizes: tuple[int, ...], block: int, device: torch.device, stream: int) -> Tensor:
     counts = torch.tensor([-(-size // block) for size in sizes], dtype=torch.int64)
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     numbers = torch.arange(owners.numel()) - (counts.cumsum(0) - counts)[owners]

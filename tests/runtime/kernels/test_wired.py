@@ -161,6 +161,26 @@ def test_messages_are_those_of_torch(interpreted: Callable[..., Any], world: int
     interpreted(_packed, world)
 
 
+def _tables() -> None:
+    import torch
+
+    from zerograph.runtime.kernels.tables import table
+
+    cpu = torch.device("cpu")
+    first, again = (table([[16, 32], [0, 48]], [[3, 4]], [shared], cpu) for shared in (1.0, 2.0))
+    assert first.columns is again.columns and first.aligned
+    assert (first.shared.tolist(), again.shared.tolist()) == ([1.0], [2.0])
+    assert first.columns.tolist() == [[16, 32], [0, 48], [3, 4]]
+    other = table([[16, 24], [0, 48]], [[3, 4]], [1.0], cpu)
+    assert not other.aligned and other.columns[0].tolist() == [16, 24]
+    assert table([[16], [0]], [[3]], [], cpu).shared.numel() == 0
+
+
+def test_tables_are_sent_once_for_the_same_addresses(interpreted: Callable[..., Any]) -> None:
+    """And the numbers that change from step to step each time."""
+    interpreted(_tables)
+
+
 def _availability() -> list[bool]:
     import torch
 
