@@ -29,13 +29,21 @@ class OwnStream:
 
     @contextlib.contextmanager
     def behind(self, waits: Sequence[Wait] = ()) -> Iterator[None]:
-        """What is told inside begins once the current stream has come to here, and behind these ``waits``."""
-        before = torch.accelerator.current_stream(self._device).record_event()
-        with self._stream:
-            self._stream.wait_event(before)
-            for wait in waits:
-                wait()
-            yield
+        """What is told inside begins once the current stream has come to here, and behind these ``waits``.
+
+        Where that raises, the current stream waits for what was told: nobody keeps its memory.
+        """
+        current = torch.accelerator.current_stream(self._device)
+        before = current.record_event()
+        try:
+            with self._stream:
+                self._stream.wait_event(before)
+                for wait in waits:
+                    wait()
+                yield
+        except BaseException:
+            current.wait_event(self.end())
+            raise
 
     def end(self) -> torch.Event:
         """The end of all that it was told so far."""

@@ -20,6 +20,7 @@ from torch import nn
 
 import zerograph
 from zerograph.runtime.comm.collectives import GroupCommunicator
+from zerograph.runtime.comm.own_stream import OwnStream
 from zerograph.runtime.offload import host
 
 pytestmark = pytest.mark.skipif(
@@ -103,6 +104,33 @@ def _fails(name: str, folder: Path, leave_out: Callable[[pytest.MonkeyPatch], No
 @pytest.mark.parametrize("name", ["in memory", "all on the host", "all on NVMe"])
 def test_errors_that_are_caught_leave_none(name: str, tmp_path: Path) -> None:
     assert run(2, _fails, name, tmp_path) == [[], []]
+
+
+def _fails_at_its_start(name: str, folder: Path) -> list[str]:
+    """A collective is under way, and whoever began it does not get to know."""
+    training = Run(adamw, **{"stage": 3, "prefetch": 2, **_options(name, folder)})
+    training.steps(2)
+    end, calls = OwnStream.end, 0
+
+    def ended(self: OwnStream) -> torch.Event:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyError("behind a collective")
+        return end(self)
+
+    with pytest.MonkeyPatch.context() as patch, races.watched() as found:
+        patch.setattr(OwnStream, "end", ended)
+        with pytest.raises(KeyError, match="behind a collective"):
+            training.backward()
+        training.optimizer.zero_grad()
+        training.steps(2)
+    return found
+
+
+@pytest.mark.parametrize("name", ["in memory", "all on the host"])
+def test_collectives_that_nobody_knows_of_leave_none(name: str, tmp_path: Path) -> None:
+    assert run(2, _fails_at_its_start, name, tmp_path) == [[], []]
 
 
 def _forgets_collectives(patch: pytest.MonkeyPatch) -> None:
