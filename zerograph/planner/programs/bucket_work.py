@@ -111,7 +111,7 @@ def bring(
 
 
 def fetch(scheduler: Scheduler, bucket: int, placement: Placement, behind: tuple[int, ...]) -> list[Instruction]:
-    """Fetch the shards of a bucket on a CPU, ``behind`` these registers; a lone rank's are the whole."""
+    """Fetch the shards of a bucket that is gathered later, ``behind`` these registers; a lone rank's are the whole."""
     part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
     size, shards = part.shards.at(placement).fetched, (fetched_shards(scheduler, bucket, placement),)
     return moves_up(scheduler, "shard", part.label, name, size, behind, (), shards, placement.parameters, bucket, 0)

@@ -246,10 +246,11 @@ class _CoarsePrograms:
                 self._update_late()
 
     def _gathers_late(self, bucket: int) -> bool:
-        """Whether only what is fetched begins ahead, and the gather where the bucket is needed: on a CPU it would
-        keep what computes waiting for the disk."""
-        into = self.buckets[bucket].placement.parameters != "device" and self.buckets[bucket].tiles == 1
-        return into and not self.rates.overlaps and bool(self.parts[bucket][0].shards.alike)
+        """Whether only what is fetched begins ahead, and the gather where the bucket is needed: it would keep whoever
+        tells the device what to do waiting for the disk, and on a CPU what computes."""
+        tier, whole = self.buckets[bucket].placement.parameters, self.buckets[bucket].tiles == 1
+        waits = is_disk(tier) or (tier != "device" and not self.rates.overlaps)
+        return waits and whole and bool(self.parts[bucket][0].shards.alike)
 
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
