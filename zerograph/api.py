@@ -284,7 +284,7 @@ def backend(*positional: Any, **options: Any) -> Backend:
         tier: where they go: "nvme", the default, on GPUs through the host; "host", which on a CPU needs a ``machine``
             that counts as split.
         update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
-            slots and back. Not with anything on NVMe.
+            slots and back, not with anything on NVMe; or "auto": where a search says that the step is faster.
         host_memory: bytes of the host's memory that a rank may use for offload, ``"100GiB"`` or a number; default: its
             share of the free memory, and no more than ``machine`` has.
         activations: where activations of repeated layers wait for the backward: "keep" keeps them on the device; "host"

@@ -345,6 +345,22 @@ def test_a_plan_has_updates_beside_what_the_optimizer_says(model: Path) -> None:
     assert result.exit_code == 1 and "of device memory per rank" in result.stderr
 
 
+def test_where_states_are_updated_is_searched_or_said(model: Path) -> None:
+    seconds = {}
+    for update in ("host", "device", "auto"):
+        result = run(f"{model}:small", *OFFLOAD, "optimizer", "--tier", "host", "--update", update, "--json")
+        assert result.exit_code == 0, result.stderr
+        file = PlanFile.from_json(result.stdout)
+        seconds[update] = file.forecast.seconds
+        decision = f"states of the host are updated on the {file.plan.update}"
+        named = [reason.why for reason in file.reasons if reason.decision == decision]
+        assert named == {"host": [], "device": ["it was asked for"], "auto": [_FASTEST]}[update]
+        assert update == "auto" or file.plan.update == update
+    assert seconds["auto"] == min(seconds["host"], seconds["device"])
+    result = run(f"{model}:small", "--update", "device")
+    assert result.exit_code == 2 and "error: update device is given, and offload is none" in result.stderr
+
+
 def test_memory_is_not_dropped_beside_offload() -> None:
     with pytest.raises(ConfigError, match="memory cannot be given with offload"):
         plan_file("any", lambda: None, machine_named("h100-80gb"), offload="auto", memory=2**30)

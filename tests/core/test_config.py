@@ -54,6 +54,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("offload", ["optimizer"], "got \\['optimizer'\\]"),
     ("tier", "device", "tier must be one of \\('host', 'nvme'\\), got 'device'"),
     ("tier", "host", "tier='host' is given, and offload is none"),
+    ("update", "there", "update must be one of \\('host', 'device', 'auto'\\), got 'there'"),
+    ("update", "auto", 'update="auto" is for a search'),
     ("loss_tiles", 0, 'loss_tiles must be "auto" or a number of tiles >= 1, got 0'),
     ("loss_tiles", True, "got True"),
     ("loss_tiles", 2.0, "got 2.0"),

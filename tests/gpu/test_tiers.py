@@ -174,3 +174,7 @@ def test_training_is_as_on_the_device(world_size: int) -> None:
 def test_what_a_search_moves_is_traced_again() -> None:
     """The search finds out after the first trace what has to leave."""
     assert all(run(1, on_it, _as_on_the_device, {"offload": "auto", "memory": "350KiB"}))
+
+
+def test_a_search_chooses_where_states_are_updated() -> None:
+    assert all(run(1, on_it, _as_on_the_device, {"offload": "auto", "memory": "350KiB", "update": "auto"}))

@@ -19,7 +19,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.reading import check_writable
 from zerograph.core.machine import DTYPES, OFFLOAD_TIERS, PRECISIONS, machine_from
-from zerograph.core.plan import OVERLAPS
+from zerograph.core.plan import OVERLAPS, UPDATES
 from zerograph.core.step import Dimension
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate.estimate import RESERVE
@@ -55,6 +55,7 @@ _BESIDE = (
     "where they run beside the whole next step; auto is the fastest of none, forward and backward, which change no "
     "number (backward allows no clipping)."
 )
+_UPDATED = "Where states on the host are updated; auto is the faster."
 _SAVED = "Where saved activations wait for the backward; auto is the device, or with --offload a choice by layer."
 _TILE = "Tiles of each large weight of a linear layer; auto has none, or chooses with --offload."
 _LOSS_TILES = "Tiles of tokens that head and loss run in; auto has one, or chooses with --offload."
@@ -104,6 +105,7 @@ TILES = Parsed("auto|N", _tiles)
 @click.option("--offload", type=click.Choice(OFFLOAD), default="none", show_default=True, help=_OFFLOADED)
 @click.option("--tier", type=click.Choice(OFFLOAD_TIERS), help="Offload there only.  [default: chosen]")
 @click.option("--overlap", type=click.Choice((*OVERLAPS, "auto")), default="none", show_default=True, help=_BESIDE)
+@click.option("--update", type=click.Choice((*UPDATES, "auto")), default="host", show_default=True, help=_UPDATED)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="auto", show_default=True, help=_SAVED)
 @click.option("--tile", type=TILE, default="auto", show_default=True, help=_TILE)
 @click.option("--loss-tiles", type=TILES, default="auto", show_default=True, help=_LOSS_TILES)

@@ -317,7 +317,7 @@ class Planner:
             recompute=config.recomputed,
             placement=placement_of(config) if step.training else DEVICE,
             saved=config.saved,
-            update=config.update if step.training else "host",
+            update="device" if config.update == "device" and step.training else "host",
             tiles=tiles_wanted(config.tile, step, self._world_size, config.bucket_size),
             replicas=self._replicas,
             whole_layers=config.by_sample,

@@ -79,7 +79,7 @@ class Config:
         tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone, unless
             its machine is split.
         update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
-            slots and back.
+            slots and back; "auto" is what a search finds faster.
         host_memory: bytes of the host's memory that a rank may use; None is its share of what is free.
         activations: where what the forward saves of repeated layers waits for the backward: on the device ("keep"), on
             the "host" or on "nvme"; "auto" keeps it, unless ``offload`` moves something and a plan is searched, which
@@ -113,7 +113,7 @@ class Config:
     tile: TileOption = "auto"
     offload: Offload | Literal["auto"] = "none"
     tier: OffloadTier | None = None
-    update: Update = "host"
+    update: Update | Literal["auto"] = "host"
     host_memory: int | None = None
     activations: Literal["auto", "keep", OffloadTier] = "auto"
     path: tuple[str, ...] = ()
@@ -356,12 +356,17 @@ class Config:
                 f'say what goes there: offload="optimizer", activations="{disk}", or offload="auto" with memory=',
             )
         require(
-            self.update in UPDATES,
-            f"update must be one of {UPDATES}, got {self.update!r}",
+            self.update in (*UPDATES, "auto"),
+            f"update must be one of {(*UPDATES, 'auto')}, got {self.update!r}",
             '"host" updates states on the host beside them, "device" has them pass through the device',
         )
         require(
-            self.update == "host" or self._shards_on == {"host"},
+            self.update != "auto" or (self.searches and "host" in self._shards_on),
+            'update="auto" is for a search, and nothing that it may keep on the host is searched for',
+            'offload="auto" with memory=, and tier="host" or host_memory=; or say which: update="device"',
+        )
+        require(
+            self.update in ("host", "auto") or self._shards_on == {"host"},
             'update="device" has states of the host pass through the device, and nothing is kept on the host alone',
             'offload="optimizer", tier="host", which on a CPU needs a machine= with "split": true; or update="host"',
         )

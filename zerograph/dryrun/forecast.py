@@ -11,7 +11,7 @@ from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, Machine, Tier
-from zerograph.core.plan import Offload, Overlap
+from zerograph.core.plan import Offload, Overlap, Update
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.planner.estimate.estimate import RESERVE
@@ -43,6 +43,7 @@ def plan_file(
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
     overlap: Overlap | Literal["auto"] = "none",
+    update: Update | Literal["auto"] = "host",
     repeat_layers: bool = True,
     device: str = "cpu",
     **options: Any,
@@ -61,9 +62,9 @@ def plan_file(
             at any stage, and inputs that the model brings are resized.
         memory: bytes of the device that a search may fill: then the plan is searched at any stage, for what the
             options leave open.
-        offload, tier, overlap: as in :class:`~zerograph.planner.search.constraints.Constraints`. Unless ``offload`` is
-            "none", the plan is searched over all tiers of ``machine``, and forecast from its schedule: no program is
-            lowered for it.
+        offload, tier, overlap, update: as in :class:`~zerograph.planner.search.constraints.Constraints`. Unless
+            ``offload`` is "none", the plan is searched over all tiers of ``machine``, and forecast from its schedule:
+            no program is lowered for it.
         repeat_layers, device: see :func:`zerograph.dryrun.compile_only.compile_only`.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
             Plans with ``activations`` on a tier that no program reaches on ``machine`` are forecast like others that
@@ -76,7 +77,7 @@ def plan_file(
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
     compute = torch_compute_dtype(dtype, world, offload)
-    refuse_offload(offload, tier, machine, world * replicas, options.get("stage", 3), overlap)
+    refuse_offload(offload, tier, machine, world * replicas, options.get("stage", 3), overlap, update)
     if offload != "none" and memory is not None:
         raise ConfigError("memory cannot be given with offload", "give a machine with that memory")
     saved = options.get("activations", "auto")
@@ -86,7 +87,8 @@ def plan_file(
         if saved in TIERS:
             open_tiers(machine, world * replicas, "optimizer", saved)  # which refuses what is not there
         config = Config.of(**options)
-        constraints = Constraints.of(config, world, replicas=replicas, offload=offload, tier=tier, overlap=overlap)
+        asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap, "update": update}
+        constraints = Constraints.of(config, world, replicas=replicas, **asked)
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, programs=False,
             moments=moments, dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
@@ -158,11 +160,13 @@ def refuse_offload(
     world: int,
     stage: Any,
     overlap: Overlap | Literal["auto"] = "none",
+    update: Update | Literal["auto"] = "host",
 ) -> None:
     """Refuse an impossible offload before minutes of tracing.
 
     Raises:
-        ConfigError: a tier or an overlap without offload, or an offload that the stage or the machine does not allow.
+        ConfigError: a tier, an overlap or an update on the device without offload, or an offload that the stage or the
+            machine does not allow.
     """
     if offload == "none":
         if tier is not None:
@@ -171,6 +175,11 @@ def refuse_offload(
             raise ConfigError(
                 f"overlap {overlap} is given, and offload is none: updates on the device stand behind the backward",
                 "say what leaves it: --offload optimizer",
+            )
+        if update != "host":
+            raise ConfigError(
+                f"update {update} is given, and offload is none: states are on the device, which updates them",
+                "say what leaves it: --offload optimizer --tier host",
             )
         return
     if overlap != "none" and machine.device == "cpu":

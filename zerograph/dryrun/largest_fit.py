@@ -11,7 +11,7 @@ from zerograph.core.errors import InfeasibleError, UnsupportedError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import Machine, Tier
-from zerograph.core.plan import Offload, Overlap
+from zerograph.core.plan import Offload, Overlap, Update
 from zerograph.core.step import Dimension, Step
 from zerograph.core.units import format_bytes
 from zerograph.dryrun.compile_only import Compiled, compile_only
@@ -125,12 +125,14 @@ def probe(
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
     overlap: Overlap | Literal["auto"] = "none",
+    update: Update | Literal["auto"] = "host",
     device: str = "cpu",
     **options: Any,
 ) -> Probe:
     """The plans of a model by batch or sequence; see :func:`largest_file`."""
     config = Config.of(**options)
-    constraints = Constraints.of(config, world, replicas=replicas, offload=offload, tier=tier, overlap=overlap)
+    asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap, "update": update}
+    constraints = Constraints.of(config, world, replicas=replicas, **asked)
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
         make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=constraints.sharding, moments=moments,
@@ -180,6 +182,7 @@ def largest_file(
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
     overlap: Overlap | Literal["auto"] = "none",
+    update: Update | Literal["auto"] = "host",
     **options: Any,
 ) -> LargestPlan:
     """Plan the largest step that fits: solve for it on a few traces, then compile its programs.
@@ -190,16 +193,16 @@ def largest_file(
     Args:
         what: the dimension to solve for; the other is as given, or as in the inputs that the model brings.
         name, make, machine, world, replicas, batch, seq, dtype, moments, reserve, repeat_layers, offload, tier,
-            overlap, options: as for :func:`zerograph.dryrun.forecast.plan_file`.
+            overlap, update, options: as for :func:`zerograph.dryrun.forecast.plan_file`.
 
     Raises:
         ConfigError: an offload that the stage or the machine does not allow.
         InfeasibleError: not even a size of 1 fits.
         UnsupportedError: the model cannot be traced whole, does not train, or works at one size only.
     """
-    refuse_offload(offload, tier, machine, world * replicas, options.get("stage", 3), overlap)
+    refuse_offload(offload, tier, machine, world * replicas, options.get("stage", 3), overlap, update)
     model: dict[str, Any] = {"batch": batch, "seq": seq, "moments": moments, "repeat_layers": repeat_layers}
-    asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap}
+    asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap, "update": update}
     plans = probe(make, what, machine, world=world, replicas=replicas, dtype=dtype, **asked, **model, **options)
     if offload != "none":
         budget = machine.budget(plans.constraints.ranks, reserve)

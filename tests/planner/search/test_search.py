@@ -66,6 +66,26 @@ def test_updates_stand_where_the_step_is_fastest() -> None:
     assert chosen == {"forward"} and found["auto"].smallest.peak == min(found[place].smallest.peak for place in EXACT)
 
 
+def test_states_are_updated_where_the_step_is_fastest() -> None:
+    """On the device where that saves more than moving them costs; never where something else than the host is."""
+    step, asked = transformer(4, 4096, 2048), replace(WISH, stage=3, bucket_size=None, offload="optimizer", tier="host")
+    most: dict[Tier, int] = {"device": 2**33, "host": 2**34, "nvme": 0}
+    chosen = []
+    for faster in (20, 1):
+        machine = replace(DGX2, cpu_optimizer=DGX2.cpu_optimizer * faster)
+        found = {}
+        for place in ("auto", "host", "device"):
+            best = Search(step, replace(asked, update=place), machine).within(most)
+            assert best is not None
+            found[place] = best
+        fastest = min((found["host"], found["device"]), key=lambda c: c.rank)
+        assert (found["auto"].rank, found["auto"].plan.update) == (fastest.rank, fastest.plan.update)
+        chosen.append(fastest.plan.update)
+    assert chosen == ["host", "device"]
+    on_disk = Search(step, replace(asked, update="auto", tier="nvme"), DGX2).within({**most, "nvme": 2**40})
+    assert on_disk is not None and on_disk.plan.update == "host"
+
+
 def every(search: Search) -> list[Candidate]:
     """All residencies and recomputations of the search's first space."""
     space = search.spaces[0]

@@ -51,6 +51,9 @@ def reasons(
         if constraints.overlap != "none":
             why = _FASTEST if constraints.overlap == "auto" else _ASKED
             yield Reason("plan", f"an optimizer with {_ARGUMENTS[plan.overlap]}", why)
+        if constraints.update != "host":
+            why = _FASTEST if constraints.update == "auto" else _ASKED
+            yield Reason("plan", f"states of the host are updated on the {plan.update}", why)
     if unexecuted:
         yield Reason("plan", "forecast from the schedule of the traced step", "this plan cannot be run yet")
     again = rates.products(sum(span.flops for span in forecast.spans) - sum(op.flops for op in step.ops))

@@ -41,7 +41,8 @@ class Constraints:
         tokens: tiles of tokens in layers, all of which are then recomputed; "auto" looks at some, None at none.
         by_sample: whether tiles whose number is fixed are of whole samples.
         tiling: of which parameters the number of tiles is fixed, as in :class:`~zerograph.core.config.Config`.
-        update: where states on the host are updated; on the device only what the host has can be.
+        update: where states on the host are updated; on the device only what the host has can be. "auto" leaves it
+            open.
         overlap: what updates of states off the device run beside, by the optimizer's argument of that name; "auto" is
             any of :data:`EXACT`.
         executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
@@ -60,7 +61,7 @@ class Constraints:
     tokens: int | Literal["auto"] | None = None
     by_sample: bool = False
     tiling: TileOption = "auto"
-    update: Update = "host"
+    update: Update | Literal["auto"] = "host"
     overlap: Overlap | Literal["auto"] = "none"
     executable: Executable | None = None
     replicas: int = 1
@@ -104,6 +105,18 @@ class Constraints:
     def activations(self) -> bool:
         """Whether the search chooses which saved activations leave the device, where something may."""
         return self.saved is None and (self.executable is None or bool(self.executable.tiers))
+
+    def with_updates(self, machine: Machine) -> list[Constraints]:
+        """These constraints for each way in which updates may run, where that is open."""
+        overlaps = EXACT if self.overlap == "auto" else (self.overlap,)
+        update: Update = "host" if self.update == "auto" else self.update
+        found = [replace(self, overlap=overlap, update=update) for overlap in overlaps]
+        there = machine.capacity("host", self.ranks) and (self.executable is None or "host" in self.executable.tiers)
+        may_leave = self.offload != "none" and self.tier in (None, "host") and there
+        # Updates on the device run behind the backward.
+        if self.update == "auto" and may_leave and "none" in overlaps:
+            found.append(replace(self, overlap="none", update="device"))
+        return found
 
     def tiers(self, machine: Machine) -> tuple[Tier, ...]:
         """Where something may go that leaves the device.

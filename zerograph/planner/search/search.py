@@ -30,7 +30,7 @@ from zerograph.core.plan import DEVICE, OFFLOADS
 from zerograph.core.step import Step
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.programs.open_placements import open_placements
-from zerograph.planner.search.constraints import EXACT, PREFETCHES, Constraints, fixed_once, same_variants
+from zerograph.planner.search.constraints import PREFETCHES, Constraints, fixed_once, same_variants
 from zerograph.planner.search.decisions import first
 from zerograph.planner.search.deep_search import DeepSearch, Look
 from zerograph.planner.search.few_layers import by_few_layers
@@ -77,9 +77,9 @@ class Search:
         self.spaces: list[SearchSpace]
         self.states: int
         self._parts: list[Search] = []  # one for each place of updates, where that is open
-        if constraints.overlap == "auto":
-            for overlap in EXACT:
-                one, like = replace(constraints, overlap=overlap), self._parts[0] if self._parts else None
+        if "auto" in (constraints.overlap, constraints.update):
+            for one in constraints.with_updates(machine):
+                like = self._parts[0] if self._parts else None
                 self._parts.append(
                     Search(
                         step, one, machine, states=states, moments=moments, work=work, thorough=thorough, within=like
@@ -222,14 +222,13 @@ def smallest(
     constraints = replace(
         constraints, bucket_size=BUCKET_SIZES[0] if constraints.bucket_size is None else constraints.bucket_size
     )
-    tiers = constraints.tiers(machine)
-    placements = open_placements(constraints.offload, tiers, constraints.sharding)
-    fixed = [replace(constraints, overlap=one) for one in EXACT] if constraints.overlap == "auto" else [constraints]
     with without_gc():
         return [
             space.of(plan)
             for variant in known or variants_of(Graph.of(step), constraints, machine)
-            for one in fixed
+            for one in constraints.with_updates(machine)
+            for tiers in [one.tiers(machine)]
+            for placements in [open_placements(one.offload, tiers, one.sharding)]
             for space in spaces_of(step, one, machine, states, moments, variant)
-            for plan in first(space.plan, all_decisions(space, constraints, placements, tiers), least=True)
+            for plan in first(space.plan, all_decisions(space, one, placements, tiers), least=True)
         ]

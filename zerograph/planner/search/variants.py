@@ -131,7 +131,7 @@ def spaces_of(
             prefetch=DEFAULT_PREFETCH if constraints.prefetch is None else constraints.prefetch,
             recompute="full" if variant.token_tiles > 1 and constraints.recompute == "auto" else constraints.recompute,
             saved=constraints.saved or "device",
-            update=constraints.update,
+            update="host" if constraints.update == "auto" else constraints.update,
             overlap="none" if constraints.overlap == "auto" else constraints.overlap,
             tiles=tiles_wanted(constraints.tiling, step, constraints.world_size, size),
             whole_layers=variant.by_sample,
