@@ -44,20 +44,21 @@ class FewLayers(SearchSpace):
         half = PERIOD // 2
         few = [*run[:half], *run[-half:]]
         super().__init__(**_without(full, run[half:-half]))
-        self._as = {layer: few[i % PERIOD] for i, layer in enumerate(run)}
+        self._to_full = _Carrier(self, full, {layer: few[i % PERIOD] for i, layer in enumerate(run)})
         self._depths = []
         for depth in SIMULATED:
             space = SearchSpace(**_without(full, run[depth - half : -half]))
             layers = [*run[: depth - half], *run[-half:]]
-            self._depths.append((space, {layer: few[i % PERIOD] for i, layer in enumerate(layers)}))
+            carrier = _Carrier(self, space, {layer: few[i % PERIOD] for i, layer in enumerate(layers)})
+            self._depths.append((space, carrier))
         self._times = (len(run) - SIMULATED[1]) / (SIMULATED[1] - SIMULATED[0])
 
     def full_of(self, candidate: Candidate) -> Candidate:
-        return self.full.of(_carried(candidate.plan, self, self.full, self._as))
+        return self.full.of(self._to_full(candidate.plan))
 
     def _judged(self, plan: Plan) -> tuple[float, Peaks, int]:
         (less, short, few), (more, long, many) = (
-            self._measured(space, _carried(plan, self, space, does_as)) for space, does_as in self._depths
+            self._measured(space, carrier(plan)) for space, carrier in self._depths
         )
         peaks = tuple(
             int(max(continued(a, b, self._times) for a, b in zip(one, two, strict=True)))
@@ -248,33 +249,42 @@ def _renamed(region: Region, names: Mapping[str, str], values: Mapping[Hashable,
     return replace(region, work=tuple(map(renamed, region.work)))
 
 
-def _carried(plan: Plan, source: SearchSpace, target: SearchSpace, does_as: Mapping[str, str]) -> Plan:
-    """``plan`` of ``source`` for ``target``, whose layers do as those of the same name, or as ``does_as`` says."""
-    profile = target.scheduler.profile
-    index = {bucket.name: bucket for bucket in plan.buckets}
-    own, other = _by_layer(target), _by_layer(source)
-    for layer, like in does_as.items():
-        for mine, theirs in zip(own[layer], other[like], strict=True):
-            index[target.plan.buckets[mine].name] = plan.buckets[theirs]
-    buckets = tuple(
-        replace(bucket, **{name: getattr(index[bucket.name], name) for name in _OF_BUCKET})
-        for bucket in target.plan.buckets
-    )
-    found = {name: getattr(plan, name) for name in _OF_PLAN}
-    # A share of layers that the user wants recomputed is the rule's, layer by layer.
-    if set(profile.recomputed(target.scheduler.options(target.plan))[0]) in (set(), set(profile.layers)):
-        now = dict(zip(source.scheduler.profile.layers, source.scheduler.options(plan), strict=True))
-        found["recompute"], found["save"] = profile.recomputed(
-            [now[does_as.get(layer, layer)] for layer in profile.layers]
+class _Carrier:
+    """Makes plans of one space those of another, whose layers do as those of the same name, or as ``does_as`` says."""
+
+    def __init__(self, source: SearchSpace, target: SearchSpace, does_as: Mapping[str, str]) -> None:
+        self._source, self._target, self._does_as = source, target, does_as
+        index = {bucket.name: bucket.index for bucket in source.plan.buckets}
+        own, other = _by_layer(target), _by_layer(source)
+        for layer, like in does_as.items():
+            for mine, theirs in zip(own[layer], other[like], strict=True):
+                index[target.plan.buckets[mine].name] = theirs
+        self._like = [index[bucket.name] for bucket in target.plan.buckets]
+
+    def __call__(self, plan: Plan) -> Plan:
+        source, target, does_as = self._source.scheduler, self._target.scheduler, self._does_as
+        base, profile = self._target.plan, target.profile
+        buckets = tuple(
+            replace(bucket, **{name: getattr(plan.buckets[like], name) for name in _OF_BUCKET})
+            for bucket, like in zip(base.buckets, self._like, strict=True)
         )
-    offloaded: dict[str, list[tuple[str, Any]]] = {}
-    for name, tier in plan.offload:
-        layer = layer_of_activation(name) or name
-        offloaded.setdefault(layer, []).append((name[len(layer) :], tier))
-    found["offload"] = tuple(
-        (layer + rest, tier) for layer in profile.layers for rest, tier in offloaded.get(does_as.get(layer, layer), ())
-    )
-    return replace(target.plan, buckets=buckets, **found)
+        found = {name: getattr(plan, name) for name in _OF_PLAN}
+        # A share of layers that the user wants recomputed is the rule's, layer by layer.
+        if set(profile.recomputed(target.options(base))[0]) in (set(), set(profile.layers)):
+            now = dict(zip(source.profile.layers, source.options(plan), strict=True))
+            found["recompute"], found["save"] = profile.recomputed(
+                [now[does_as.get(layer, layer)] for layer in profile.layers]
+            )
+        offloaded: dict[str, list[tuple[str, Any]]] = {}
+        for name, tier in plan.offload:
+            layer = layer_of_activation(name) or name
+            offloaded.setdefault(layer, []).append((name[len(layer) :], tier))
+        found["offload"] = tuple(
+            (layer + rest, tier)
+            for layer in profile.layers
+            for rest, tier in offloaded.get(does_as.get(layer, layer), ())
+        )
+        return replace(base, buckets=buckets, **found)
 
 
 def _by_layer(space: SearchSpace) -> dict[str, list[int]]:
