@@ -37,6 +37,7 @@ def test_presets_are_read_back(name: str) -> None:
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"intra": {"rate": 0, "latency": 0}}, "rate of intra is 0"),
         ({"h2d": {"rate": 1e9, "latency": -1}}, "latency of h2d is -1"),
+        ({"inter_step": -1}, "inter_step is -1, not seconds"),
         ({"matmul": {"float32": 1e12}}, "matmul has not one rate for each of"),
         ({"device_bandwidth": None}, "device_bandwidth is None"),
         ({"published": {"float32": 0}}, "published rate of float32 is 0"),
@@ -106,3 +107,23 @@ def test_names_of_tiers() -> None:
     assert [memory_name(tier) for tier in TIERS] == ["device memory", "host memory", "NVMe"]
     assert [offload_tier(choice) for choice in ("auto", "keep", "recompute", None)] == ["device"] * 4
     assert all(offload_tier(tier) == tier for tier in TIERS) and set(TIERS) >= DISKS
+
+
+def test_a_ring_takes_longer_the_more_ranks_and_nodes_it_has() -> None:
+    """NCCL's own model: 8.4 us, 3.4 for each further rank of a node, 14 for each further node."""
+    machine = PRESETS["h100-80gb"]
+    found = {ranks: machine.collective(ranks) for ranks in (1, 8, 16, 512)}
+    assert [found[ranks].latency * 1e6 for ranks in found] == pytest.approx(
+        [8.4, 8.4 + 7 * 3.4, 8.4 + 14 * 3.4 + 14, 8.4 + 448 * 3.4 + 63 * 14]
+    )
+    assert [found[ranks].rate for ranks in found] == [machine.intra.rate] * 2 + [machine.inter.rate] * 2
+    # Replicas: one rank of each of 64 nodes, or every fourth of one node.
+    assert machine.collective(64, stride=8).latency * 1e6 == pytest.approx(8.4 + 63 * 14)
+    assert machine.collective(2, stride=4).latency * 1e6 == pytest.approx(8.4 + 3.4)
+
+
+def test_a_machine_from_before_rings_has_no_steps() -> None:
+    data = json.loads(PRESETS["a100-80gb"].to_json())
+    del data["intra_step"], data["inter_step"]
+    found = Machine.from_json(json.dumps(data))
+    assert found.collective(512) == found.inter

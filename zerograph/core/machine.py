@@ -107,6 +107,8 @@ class Machine:
         h2d, d2h: host to device and back; on a CPU, a copy.
         intra, inter: collectives inside a node, and between nodes: bytes per second of the full tensor that a rank
             sends or receives (bus bandwidth), and the latency of one collective.
+        intra_step, inter_step: seconds that each further rank of a node, and each further node, adds to that latency: a
+            ring passes every piece on from rank to rank. 0 where the latency was measured with all ranks.
         update: torch's AdamW as it comes, over sharded parameters on the device: bytes per second, where a parameter,
             its gradient and states are counted once each way, and seconds for each parameter, however small. It runs
             several kernels per parameter, or per group of them, and DTensors cost the host more than that.
@@ -138,6 +140,8 @@ class Machine:
     update: Link
     cpu_optimizer: float
     published: Mapping[str, float] = field(default_factory=dict, hash=False)
+    intra_step: float = 0.0
+    inter_step: float = 0.0
     nvme_both: float = 0.0
     split: bool = False
     disturbed: float = 0.0
@@ -175,9 +179,12 @@ class Machine:
             return self.published[dtype], "published"
         return self.matmul.get(dtype, 0.0), "measured"
 
-    def collective(self, world_size: int) -> Link:
-        """The link that bounds a collective over ``world_size`` ranks."""
-        return self.intra if world_size <= self.ranks_per_node else self.inter
+    def collective(self, ranks: int, stride: int = 1) -> Link:
+        """The link that bounds a collective over so many ranks, each ``stride``-th of all, in a ring."""
+        nodes = min(ranks, self.nodes(ranks * stride))
+        link = self.intra if ranks * stride <= self.ranks_per_node else self.inter
+        steps = (ranks - nodes) * self.intra_step + (nodes - 1) * self.inter_step
+        return replace(link, latency=link.latency + steps)
 
     def nodes(self, world_size: int) -> int:
         """Nodes that ``world_size`` ranks need."""
@@ -259,6 +266,9 @@ class Machine:
             yield f"published is {self.published!r}, not rates by dtype"
         if not (is_number(self.nvme_both) and self.nvme_both >= 0):
             yield f"nvme_both is {self.nvme_both!r}, not a rate"
+        for name, seconds in (("intra_step", self.intra_step), ("inter_step", self.inter_step)):
+            if not (is_number(seconds) and seconds >= 0):
+                yield f"{name} is {seconds!r}, not seconds"
         if not (is_number(self.disturbed) and 0 <= self.disturbed <= 1):
             yield f"disturbed is {self.disturbed!r}, not a share from 0 to 1"
         for name in _LINKS:
@@ -286,9 +296,13 @@ moment 3, second moment 5, its root 2, bias correction 2, eps 2, and the step it
 _PER_DTENSOR = 6e-5
 """Seconds of the host per parameter of a multi-tensor update of DTensors; measured on a CPU, which it is bound by."""
 
+_RING, _STEP, _NODE_STEP = 8.4e-6, 3.4e-6, 1.4e-5
+"""Seconds of a collective on NCCL's rings: of any, per step between GPUs behind NVLink, and per step between nodes. Its
+own model of the protocol for large messages has these ("Simple", src/graph/tuning.cc of NCCL 2.18 to 2.28)."""
+
 
 def _gpu(
-    name: str, memory: int, bandwidth: float, tflops_16: float, tflops_32: float, *, link: Link, inter: Link,
+    name: str, memory: int, bandwidth: float, tflops_16: float, tflops_32: float, *, link: float, inter: float,
     pcie: float, host: int, ranks: int = 8, nvme: int = 28 * TB, nvme_rate: float = 25 * GB,
     tf32: float | None = None, bf16: bool = True, cpu_bandwidth: float = 150 * GB,
 ) -> Machine:  # fmt: skip
@@ -310,8 +324,10 @@ def _gpu(
         nvme_write=Link(0.8 * nvme_rate, 1e-4),
         h2d=Link(0.8 * pcie, 1e-5),
         d2h=Link(0.8 * pcie, 1e-5),
-        intra=link,
-        inter=inter,
+        intra=Link(link, _RING),
+        inter=Link(inter, _RING),
+        intra_step=_STEP,
+        inter_step=_NODE_STEP,
         update=Link(0.8 * bandwidth * _FOREACH, _PER_DTENSOR),
         cpu_optimizer=cpu_bandwidth,
         published=published,
@@ -324,28 +340,28 @@ PRESETS: Mapping[str, Machine] = {
     for m in (
         # 16 GPUs behind NVSwitch, PCIe 3.0; ZeRO-Infinity's machine: 1.5 TB host, 28 TB NVMe at 25 GB/s read.
         _gpu(
-            "v100-32gb-dgx2", 32 * GIB, 900 * GB, 125, 15.7, link=Link(120 * GB, 2e-5), inter=Link(40 * GB, 4e-5),
+            "v100-32gb-dgx2", 32 * GIB, 900 * GB, 125, 15.7, link=120 * GB, inter=40 * GB,
             pcie=12.8 * GB, host=int(1.5 * TB), ranks=16, bf16=False, cpu_bandwidth=100 * GB,
         ),
         _gpu(
-            "a100-40gb", 40 * GIB, 1555 * GB, 312, 19.5, link=Link(230 * GB, 2e-5), inter=Link(160 * GB, 4e-5),
+            "a100-40gb", 40 * GIB, 1555 * GB, 312, 19.5, link=230 * GB, inter=160 * GB,
             pcie=32 * GB, host=TB, tf32=156,
         ),
         _gpu(
-            "a100-80gb", 80 * GIB, 2039 * GB, 312, 19.5, link=Link(230 * GB, 2e-5), inter=Link(160 * GB, 4e-5),
+            "a100-80gb", 80 * GIB, 2039 * GB, 312, 19.5, link=230 * GB, inter=160 * GB,
             pcie=32 * GB, host=2 * TB, tf32=156,
         ),
         _gpu(
-            "h100-80gb", 80 * GIB, 3350 * GB, 989, 67, link=Link(360 * GB, 2e-5), inter=Link(320 * GB, 4e-5),
+            "h100-80gb", 80 * GIB, 3350 * GB, 989, 67, link=360 * GB, inter=320 * GB,
             pcie=64 * GB, host=2 * TB, tf32=495, cpu_bandwidth=300 * GB,
         ),
         _gpu(
-            "h200-141gb", 141 * GB, 4800 * GB, 989, 67, link=Link(360 * GB, 2e-5), inter=Link(320 * GB, 4e-5),
+            "h200-141gb", 141 * GB, 4800 * GB, 989, 67, link=360 * GB, inter=320 * GB,
             pcie=64 * GB, host=2 * TB, tf32=495, cpu_bandwidth=300 * GB,
         ),
         # One GPU and 480 GB of LPDDR5 behind NVLink-C2C: 450 GB/s each way.
         _gpu(
-            "gh200", 96 * GB, 4000 * GB, 989, 67, link=Link(40 * GB, 4e-5), inter=Link(40 * GB, 4e-5),
+            "gh200", 96 * GB, 4000 * GB, 989, 67, link=40 * GB, inter=40 * GB,
             pcie=450 * GB, host=480 * GB, ranks=1, tf32=495, nvme=4 * TB, nvme_rate=6 * GB, cpu_bandwidth=300 * GB,
         ),
         Machine(

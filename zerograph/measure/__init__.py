@@ -99,6 +99,7 @@ def _machine(device: Literal["cuda", "cpu"], reports: Sequence[RankReport], disk
         d2h=_slower([a.d2h for a in reports]),
         intra=intra,
         inter=Link(min(like.inter.rate, intra.rate), max(like.inter.latency, intra.latency)),
+        inter_step=like.inter_step,
         update=Link(min(a.update.rate for a in reports), max(a.update.latency for a in reports)),
         cpu_optimizer=sum(a.optimizer for a in reports),
         published=published_rates(reports[0].gpu),

@@ -18,7 +18,7 @@ from zerograph.planner.programs.rates import Rates
 
 WORLD = 8
 GPU = machine_named("h100-80gb")
-FREE = replace(GPU, intra=replace(GPU.intra, latency=0.0))
+FREE = replace(GPU, intra=replace(GPU.intra, latency=0.0), intra_step=0.0, inter_step=0.0)
 RATES = Rates(FREE, WORLD, "float32")
 WEIGHT = Param("weight", (1024, 1024), "float32", "float32", "float32", True, True)
 PASS = WEIGHT.gathered_bytes * (WORLD - 1) / WORLD / FREE.intra.rate

@@ -109,9 +109,10 @@ class Rates:
         """A reduction of ``size`` bytes, and the average of a rank's ``averaged`` ones over the replicas."""
         seconds, machine, replicas = self.collective(size), self.machine, self.replicas
         if replicas > 1:
-            between = machine.collective(self.world_size * replicas)
+            between = machine.collective(replicas, stride=self.world_size)
             # All ranks of a host average at once, and the rate between hosts is a host's.
-            sharers = min(self.world_size, machine.ranks_per_node) if between is machine.inter else 1
+            apart = self.world_size * replicas > machine.ranks_per_node
+            sharers = min(self.world_size, machine.ranks_per_node) if apart else 1
             # As a reduction into parts, and a gather of these.
             seconds += 2 * between.seconds(averaged * sharers * (replicas - 1) / replicas)
         return seconds
