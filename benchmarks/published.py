@@ -1,6 +1,6 @@
 """Forecasts against training runs that others published: seconds and memory of transformers on GPUs.
 
-    python benchmarks/published.py                        # every row; about ten minutes on one core, no GPU
+    python benchmarks/published.py                        # every row; 10 to 20 minutes on one core, no GPU
     python benchmarks/published.py --sources thunder,DeepSpeed
 
 Asked. Memory within 5% and seconds within 20%, each on 80% of the rows; how a figure changes with ranks or lengths,
@@ -13,10 +13,11 @@ layer ("layer") by `recompute`, "op" (attention and every second product saved) 
 rule. Nothing is fitted: machines are presets with what the authors say of theirs. A model is traced once for all the
 numbers of ranks that it ran on: their parameters are split otherwise, and the programs are the same.
 
-Assumed, as the reports do not say it: that segments are compiled, though most of these runs were not. torchtitan's loss
-was not: it runs beside the forecast's programs, between forward and backward, and holds three copies of the logits in
-fp32 (their logarithms, and the gradients of these and of the logits) where it needs most, beside the parameters that
-FSDP2 leaves whole from forward to backward: the last block and what is in none.
+Assumed, as the reports do not say it: that segments are compiled, though most of these runs were not. The loss of
+torchtitan's Llama 3, and of every Llama 2 70B, was not: it runs beside the forecast's programs, between forward and
+backward, and holds three copies of the logits in fp32 (their logarithms, and the gradients of these and of the logits)
+where it needs most, beside the parameters that FSDP2 leaves whole from forward to backward: the last block and what is
+in none.
 
 Memory. litgpt and thunder print the most that tensors took, which is a forecast's peak. torchtitan prints what torch's
 allocator took from the device for them. That is also what is free where nothing can use it: the reduced gradients,
