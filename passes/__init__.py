@@ -25,7 +25,6 @@ from zerograph.passes.reduce import reduce
 from zerograph.passes.spill import spill
 from zerograph.passes.tile import tile
 from zerograph.passes.tile_loss import tile_loss
-from zerograph.passes.tile_mlp import tile_mlp
 from zerograph.passes.tile_tokens import tile_tokens
 from zerograph.passes.verify import verify
 from zerograph.passes.verify_reduced import verify_reduced
@@ -70,8 +69,7 @@ PIPELINE: tuple[Pass, ...] = (
     # before gathers, whose buckets are freed behind their last tile
     Pass("graph", tile_loss),
     Pass("graph", tile_tokens),
-    # before the gathers, which take a tile for a bucket
-    Pass("graph", tile_mlp),
+    # behind tiles of tokens, each of which reads all tiles of a weight; before the gathers, which take one for a bucket
     Pass("graph", tile),
     Pass("graph", gather),
     Pass("graph", prefetch),

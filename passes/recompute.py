@@ -6,8 +6,7 @@ collective is a matter of residency, decided by the runtime's cache.
 
 Activations, as planned: all of a recomputed layer but what enters and leaves it, as ``torch.utils.checkpoint`` around
 the layer would, and but for those that the plan saves by name. In other layers, activations that the plan moves off the
-device are saved. A loss in tiles recomputes tensors as large as the logits and saves its results per token. An MLP in
-one loop recomputes its middle.
+device are saved. A loss in tiles recomputes tensors as large as the logits and saves its results per token.
 
 Safe because operators are pure: random ones either read a seed that is saved, or are replayed by the partitioner with
 the state of the generator. Operators that must run once stay out, and so do those that read an input that the forward
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Set
 
 import torch
 from torch import fx
@@ -33,7 +31,6 @@ from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, 
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.torch_private import SEEDS, WITH_EFFECTS
 from zerograph.tiling.cuts import Mixes
-from zerograph.tiling.middle import Gathered, middle_of
 from zerograph.tiling.token_region import head_of, region_of
 
 log = logging.getLogger(__name__)
@@ -63,10 +60,6 @@ def recompute(gm: fx.GraphModule, plan: Plan) -> int:
     _save_offloaded(forward, plan)
     if plan.loss_tiles > 1:
         _recompute_loss(forward, plan)
-    if loops := plan.loops():
-        read, inside = Gathered.of(gm.graph), frozenset(forward)
-        for buckets in loops.values():
-            _recompute_middle(read, {bucket.params[0].name: bucket.dim for bucket in buckets}, inside)
     return sum("recompute" in n.meta for n in gm.graph.nodes if n not in before)
 
 
@@ -142,19 +135,6 @@ def _recompute_loss(forward: list[fx.Node], plan: Plan) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         elif not is_view(node) and any(map(region.is_large, node.users)):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-def _recompute_middle(read: Gathered, weights: Mapping[str, int], forward: Set[fx.Node]) -> None:
-    """Recompute the middle of an MLP in one loop, tile by tile."""
-    try:
-        middle = middle_of(read, weights, lambda node: node in forward or node in read.alone)
-    except Mixes as error:
-        # Inductor's passes made something else of it: `tile_mlp` warns.
-        log.debug("the middle of %s stays whole: %s", ", ".join(weights), error)
-        return
-    for node, cut in middle.cuts.items():
-        if cut is not None and node.meta.get("ac_graph_id") != _LAST_REGION:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _save_offloaded(forward: list[fx.Node], plan: Plan) -> None:

@@ -53,12 +53,14 @@ def reduce(gm: fx.GraphModule, plan: Plan) -> int:
 
 
 def _groups(graph: fx.Graph, plan: Plan) -> list[list[Marker]]:
-    """The markers of each bucket or tile in the plan's order, in the order in which their last gradient exists."""
+    """The markers of each bucket, or term of a tile, in the plan's order, in the order in which their last gradient
+    exists."""
     order, bucket_of = positions(graph), plan.bucket_of()
     rank = {p.name: i for b in plan.buckets for i, p in enumerate(b.params)}
     groups: dict[tuple[int, ...], list[Marker]] = {}
     for marker in markers(graph, REDUCE_GRAD):
-        groups.setdefault(part_of_plan(marker, bucket_of[marker.name]), []).append(marker)
+        term = marker.tile.term if marker.tile is not None else 0
+        groups.setdefault((*part_of_plan(marker, bucket_of[marker.name]), term), []).append(marker)
     for group in groups.values():
         # Ranks send a bucket as one message, so that its layout must be the same on all.
         group.sort(key=lambda m: rank[m.name])

@@ -26,8 +26,9 @@ from torch import fx
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
 from zerograph.graph.nodes import Marker, TileFact, added, call, computed, markers
-from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
+from zerograph.graph.ops import ACCUMULATE, PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.tiling.products import (
+    GradientProduct,
     GradientTerm,
     is_cast,
     is_gradient_of_lookup,
@@ -36,6 +37,7 @@ from zerograph.tiling.products import (
     is_transposed,
     other_than_rows,
     parts_of,
+    products_by_tokens,
     products_of,
 )
 from zerograph.tiling.shares import Shares
@@ -72,21 +74,18 @@ class _RowTiles:
     def __init__(self, graph: fx.Graph, bucket: Bucket, ranks: int, marker: Marker) -> None:
         self.graph, self.marker = graph, marker
         self.param = bucket.params[0]
-        self.dim, self.params = bucket.dim, tile_params(self.param, bucket.tiles, ranks, bucket.dim)
-        self.shares = Shares(graph, self.param.shape[bucket.dim], ranks)
+        self.params = tile_params(self.param, bucket.tiles, ranks)
+        self.shares = Shares(graph, self.param.shape[0], ranks)
         self.like = marker.node
 
     def use(self) -> int:
         """In place of an ``unshard`` marker: its products; returns the number of tiles made."""
         found = products_of(self.marker)
-        other = found.other or (found.lookups[0] if self.dim and found.lookups else None)
-        if other is not None:
-            raise self._refused(other)
-        # Columns of a weight do what rows of its transpose do.
-        columns, terms = (found.terms, found.columns) if self.dim else (found.columns, found.terms)
-        for product in columns:
+        if found.other is not None:
+            raise self._refused(found.other)
+        for product in found.columns:
             self._replace(product, self._columns(product))
-        for product in terms:
+        for product in found.terms:
             self._replace(product, self._terms(product))
         for lookup in found.lookups:
             self._replace(lookup, self._looked_up(lookup))
@@ -98,26 +97,49 @@ class _RowTiles:
         other = other_than_rows(grad)
         if other is not None:
             raise self._refused(other)
+        products = products_by_tokens(grad)
+        tiles = self._reduced_by_tokens(products) if products else self._reduced(grad)
         shape: list[int] = marker.node.args[1]  # type: ignore[assignment]
-        into, by_columns = None, self.dim == 1
-        with self.graph.inserting_before(marker.node):
-            parts = list(parts_of(grad, by_columns))
-            terms = {part: self._of_term(part) for part in parts if not part.sources}
-            for index, param in enumerate(self.params):
-                part = self._rows(parts, param, terms)
-                rows = [shape[0] if by_columns else param.end - param.begin, *param.shape[1:]]
-                val = marker.node.meta["val"].new_empty(rows)
-                node = call(self.graph, REDUCE_GRAD, (part, rows, *marker.node.args[2:]), val, self.like)
-                node.meta["zg"] = TileFact(index, param)
-                if by_columns:
-                    into = self._place_columns(node, into, param)
-                else:
-                    val, begin = marker.node.meta["val"].new_empty(shape), min(param.begin, shape[0])
-                    into = call(self.graph, PLACE, ([node], into, shape, 0, begin), val, self.like)
-            if by_columns and into is not None:
-                into = self.shares.full(into, 1)
+        into, val = None, marker.node.meta["val"].new_empty(shape)
+        for param, tile in zip(self.params, tiles, strict=True):
+            with self.graph.inserting_before(marker.node):
+                into = call(self.graph, PLACE, ([tile], into, shape, 0, min(param.begin, shape[0])), val, self.like)
         self._replace(marker.node, into)
-        return len(self.params)
+        return len(self.params) * max(1, len(products))
+
+    def _reduced(self, grad: fx.Node) -> Iterator[fx.Node]:
+        """The reduced gradient of each tile."""
+        with self.graph.inserting_before(self.marker.node):
+            parts = list(parts_of(grad))
+            terms = {part: self._of_term(part) for part in parts if not part.sources}
+        for index in range(len(self.params)):
+            with self.graph.inserting_before(self.marker.node):
+                yield self._reduce(self._rows(parts, self.params[index], terms), index)
+
+    def _reduced_by_tokens(self, products: list[GradientProduct]) -> list[fx.Node]:
+        """The same where tiles of tokens add to the gradient: each tile of each product is reduced, and the shards are
+        added up, so that a gradient is never whole."""
+        sums: dict[int, fx.Node] = {}
+        for number, product in enumerate(products):
+            self.like = product.node
+            with self.graph.inserting_before(product.node.next):
+                rows = self._rows_of_product(product)
+                for index, param in enumerate(self.params):
+                    part = rows(param)
+                    part = self._transpose(part) if product.transposed else part
+                    tile = self._reduce(self._cast(part, self.marker.source), index, number)
+                    sums[index] = added(self.graph, [tile], sums.get(index), tile)
+        self.like = self.marker.node
+        with self.graph.inserting_before(self.marker.node):
+            return [self._rounded(sums[index]) for index in range(len(self.params))]
+
+    def _reduce(self, part: fx.Node, index: int, term: int = 0) -> fx.Node:
+        """Reduce a tile's rows of the gradient, or of one term of it."""
+        param, marker = self.params[index], self.marker.node
+        rows = [param.end - param.begin, *param.shape[1:]]
+        node = call(self.graph, REDUCE_GRAD, (part, rows, *marker.args[2:]), marker.meta["val"].new_empty(rows), marker)
+        node.meta["zg"] = TileFact(index, param, term)
+        return node
 
     def _refused(self, other: fx.Node) -> ConfigError:
         return ConfigError(
@@ -170,8 +192,7 @@ class _RowTiles:
     def _as_read(self, weight: fx.Node, product: fx.Node) -> fx.Node:
         """A tile as ``product`` reads the weight: cast, as autocast does, and transposed."""
         read: fx.Node = product.args[-1]  # type: ignore[assignment]
-        if weight.meta["val"].dtype != read.meta["val"].dtype:
-            weight = self._call(prims.convert_element_type.default, weight, read.meta["val"].dtype)
+        weight = self._cast(weight, read)
         return self._transpose(weight) if is_transposed(read) else weight
 
     def _looked_up(self, lookup: fx.Node) -> fx.Node:
@@ -189,28 +210,34 @@ class _RowTiles:
 
     def _rounded(self, summed: fx.Node) -> fx.Node:
         """A sum of terms in the dtype of what it replaces."""
-        dtype = self.like.meta["val"].dtype
-        same = summed.meta["val"].dtype == dtype
-        return summed if same else self._call(prims.convert_element_type.default, summed, dtype)
+        return self._cast(summed, self.like)
+
+    def _cast(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """``node`` in the dtype of ``like``."""
+        dtype = like.meta["val"].dtype
+        same = node.meta["val"].dtype == dtype
+        return node if same else self._call(prims.convert_element_type.default, node, dtype)
 
     def _of_term(self, term: GradientTerm) -> Callable[[ParamTile], fx.Node]:
         """The function that makes a tile of a gradient's product or lookup; nodes that tiles share are made here."""
         if is_gradient_of_lookup(term.node):
             return self._rows_of_lookup(term.node)
-        return self._rows_of_product(term.node, term.transposed)
+        left, right = term.node.args
+        return self._rows_of_product(GradientProduct(term.node, left, right, term.transposed))  # type: ignore[arg-type]
 
-    def _rows_of_product(self, grad: fx.Node, transposed: bool) -> Callable[[ParamTile], fx.Node]:
+    def _rows_of_product(self, product: GradientProduct) -> Callable[[ParamTile], fx.Node]:
         """The rows of ``dY.T @ x`` for each tile, which takes columns of ``dY``."""
-        factor: fx.Node = grad.args[1] if transposed else grad.args[0]  # type: ignore[assignment]
-        if not transposed:
+        factor = product.right if product.transposed else product.left
+        if not product.transposed:
             factor = factor.args[0] if is_transpose(factor) else self._transpose(factor)  # type: ignore[assignment]
         columns = self._columns_of(factor)
+        target = aten.mm.default if product.node.target is ACCUMULATE else product.node.target
 
         def rows(param: ParamTile) -> fx.Node:
             part = columns(param)
-            if transposed:
-                return self._call(grad.target, grad.args[0], part)
-            return self._call(grad.target, self._transpose(part), grad.args[1])
+            if product.transposed:
+                return self._call(target, product.left, part)
+            return self._call(target, self._transpose(part), product.right)
 
         return rows
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerograph.core.plan import Plan
-from zerograph.graph.nodes import broken, is_view, markers
+from zerograph.graph.nodes import BucketFact, broken, is_view, markers
 from zerograph.graph.ops import FREE, GATHER, REDUCE, REDUCE_GRAD, UNSHARD, WAIT_GATHER, WAIT_REDUCE
 
 
@@ -86,7 +86,7 @@ def _memory_of(node: fx.Node) -> fx.Node:
 
 
 def _check_reductions(graph: fx.Graph, plan: Plan) -> int:
-    started: Counter[tuple[str, int]] = Counter()
+    started: Counter[tuple[str, int, int]] = Counter()
     under_way = 0
     for node in graph.nodes:
         under_way += (node.target is REDUCE) - (node.target is WAIT_REDUCE)
@@ -94,12 +94,14 @@ def _check_reductions(graph: fx.Graph, plan: Plan) -> int:
             raise broken(node, f"{under_way} reductions are under way, at most {plan.reductions} may be")
     nodes = graph.find_nodes(op="call_function", target=REDUCE)
     for node in nodes:
-        started.update((p.name, node.meta["zg"].tile) for p in node.meta["zg"].params)
+        fact: BucketFact = node.meta["zg"]
+        started.update((p.name, fact.tile, fact.term) for p in fact.params)
         if [u.target for u in node.users] != [WAIT_REDUCE]:
             raise broken(node, "a reduction must be waited for exactly once")
     for node in nodes:
-        for param in node.meta["zg"].params:
-            times = started[param.name, node.meta["zg"].tile]
+        fact = node.meta["zg"]
+        for param in fact.params:
+            times = started[param.name, fact.tile, fact.term]
             if times != 1:
                 raise broken(node, f"the gradient of {param.name} is reduced {times} times")
     return 2 * len(nodes)

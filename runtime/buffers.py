@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zerograph.core.plan import Param, ParamTile
-from zerograph.core.rows import largest, rows_of
 from zerograph.runtime.torch_private import memory_is_unshared
 from zerograph.sim.buffers import FreeBuffers
 
@@ -109,21 +108,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tile_of(param: Param, shard: Tensor) -> Tensor:
-    """The part of this rank's ``shard`` that belongs to ``param``: all, or the rows of a tile, those that there are.
-
-    A tile of columns has shape ``[rows, ranks, columns of a rank]``: a view, where ranks divide the columns.
-    """
-    if not isinstance(param, ParamTile):
-        return shard
-    if param.dim == 0:
-        return shard[param.begin : param.end]
-    ranks, chunk = _shares(param, shard)
-    if ranks * chunk == shard.shape[1]:
-        return shard.unflatten(1, (ranks, chunk))[:, :, param.begin : param.end]
-    packed = shard.new_zeros(len(shard), ranks, param.end - param.begin)
-    for rank, columns in _pieces(param, shard):
-        packed[:, rank, : columns.shape[1]] = columns.detach()
-    return packed
+    """The part of this rank's ``shard`` that belongs to ``param``: all, or the rows of a tile, those that there are."""
+    return shard[param.begin : param.end] if isinstance(param, ParamTile) else shard
 
 
 def add_to_tile(param: Param, shard: Tensor, tile: Tensor) -> None:
@@ -131,28 +117,9 @@ def add_to_tile(param: Param, shard: Tensor, tile: Tensor) -> None:
     tile = tile.to(shard.device)
     if not isinstance(param, ParamTile):
         shard.add_(tile)
-    elif param.dim == 0:
+    else:
         rows = shard[param.begin : param.end]
         rows.add_(tile[: len(rows)])
-    else:
-        by_rank = tile.unflatten(1, (-1, param.end - param.begin))
-        for rank, columns in _pieces(param, shard):
-            columns.add_(by_rank[:, rank, : columns.shape[1]])
-
-
-def _shares(tile: ParamTile, shard: Tensor) -> tuple[int, int]:
-    """Ranks, and the columns that belong to each."""
-    ranks = tile.shape[1] // (tile.end - tile.begin)
-    return ranks, largest(shard.shape[1], ranks)
-
-
-def _pieces(tile: ParamTile, shard: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The columns of a tile, rank by rank, as far as there are some."""
-    ranks, _ = _shares(tile, shard)
-    for rank in range(ranks):
-        columns = shard[:, rows_of(shard.shape[1], rank, ranks)][:, tile.begin : tile.end]
-        if columns.shape[1]:
-            yield rank, columns
 
 
 def padded(param: Param, tile: Tensor) -> Tensor:
@@ -160,6 +127,5 @@ def padded(param: Param, tile: Tensor) -> Tensor:
 
     Zeros pad it: products are computed of them, and what is left in memory may be NaN.
     """
-    # Of columns a shard has its own rows, which transports pad as those of whole parameters.
-    lacking = param.end - param.begin - len(tile) if isinstance(param, ParamTile) and param.dim == 0 else 0
+    lacking = param.end - param.begin - len(tile) if isinstance(param, ParamTile) else 0
     return torch.cat([tile.detach(), tile.new_zeros(lacking, *tile.shape[1:])]) if lacking else tile

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.costly
 
 LAYERS = 256
 TRAINED = 160  # graphs of 1,100 operators a pass, where Python calls 1,000 deep
-LOOPS = {"*.up.weight": 2, "*.down.weight": 2}
+TILES: dict[str, Any] = {"tile": {"*.up.weight": 2, "*.down.weight": 2}, "token_tiles": 2}
 OURS = tuple(str(Path(str(package.__file__)).parent) for package in (zerograph, passes, runtime))
 
 
@@ -55,10 +55,9 @@ def _training(layers: int) -> Callable[[], tuple[nn.Module, tuple[Tensor]]]:
 
 
 @pytest.mark.slow
-def test_a_plan_of_256_layers_has_every_mlp_in_a_loop() -> None:
-    frame = compile_only(_training(LAYERS), world_size=2, programs=False, tile=LOOPS).frame
-    names = [f"layers.{i}" for i in range(LAYERS)]
-    assert [mlp.name for mlp in frame.step.mlps] == names and list(frame.plan.loops()) == names
+def test_a_plan_of_256_layers_has_every_mlp_in_tiles_of_tokens_and_rows() -> None:
+    frame = compile_only(_training(LAYERS), world_size=2, programs=False, **TILES).frame
+    assert frame.plan.token_regions == tuple(f"layers.{i}.up:addmm" for i in range(LAYERS))
     assert not check_plan(frame.step, frame.plan)
 
 
@@ -77,15 +76,15 @@ def _train_deep() -> tuple[list[float], list[float], int]:
     torch.manual_seed(0)
     plain, sharded = Deep(TRAINED), Deep(TRAINED)
     sharded.load_state_dict(plain.state_dict())
-    backend = zerograph.backend(stage=3, compute="eager", tile=LOOPS)
+    backend = zerograph.backend(stage=3, compute="eager", **TILES)
     sharded.compile(backend=backend)
-    return losses(sharded), losses(plain), len(backend.plan.loops())
+    return losses(sharded), losses(plain), len(backend.plan.token_regions)
 
 
 @pytest.mark.slow
-def test_160_layers_train_in_loops_as_they_do_in_plain_torch() -> None:
-    for losses, plain, loops in ranks.run(2, _train_deep):
-        assert loops == TRAINED
+def test_160_layers_train_in_tiles_as_they_do_in_plain_torch() -> None:
+    for losses, plain, tiled in ranks.run(2, _train_deep):
+        assert tiled == TRAINED
         torch.testing.assert_close(losses, plain, rtol=1e-5, atol=0)
 
 
@@ -107,6 +106,6 @@ def _calls(run: Callable[[], Any]) -> Counter[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_work_grows_in_proportion_to_depth() -> None:
-    few, many = (_calls(lambda n=n: compile_only(_training(n), world_size=2, tile=LOOPS)) for n in (8, 32))
+    few, many = (_calls(lambda n=n: compile_only(_training(n), world_size=2, **TILES)) for n in (8, 32))
     assert many.total() < 4.4 * few.total()
     assert not [name for name, count in many.items() if count > 500 and count > 7 * few[name]]

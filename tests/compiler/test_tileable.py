@@ -12,7 +12,6 @@ from torch._inductor import config as inductor
 
 import zerograph
 from zerograph.api import Backend
-from zerograph.dryrun.compile_only import compile_only
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import aten, backward_nodes, computed
 
@@ -108,15 +107,3 @@ def test_what_a_pass_of_the_users_mixes_runs_whole(mixed: list[str], caplog: pyt
     assert edits(backend, "tile_tokens") == 8  # forward and backward of one layer
     assert "the MLPs of 1 layers run whole, layers.1.up:mm because aten.flip.default is not known to" in caplog.text
     assert "logits are whole: aten.flip.default is not known to treat every token by itself" in str(backend.report())
-
-
-def test_weights_without_a_middle_are_in_tiles_one_by_one(mixed: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    mixed.append("layers.1.up")
-    ids = torch.zeros(TOKENS, dtype=torch.int64)
-    found = compile_only(lambda: (Net(), (ids,)), world_size=2, tile={"layers.*": 2})
-    assert list(found.frame.plan.loops()) == ["layers.0"]
-    assert {b.tiles for b in found.frame.plan.buckets if b.params[0].name.startswith("layers.1.")} == {2}
-    assert (
-        "layers.1 was planned in one loop of 2 tiles, and its weights are in tiles one by one, because aten.flip"
-        in caplog.text
-    )

@@ -3,6 +3,7 @@ world size, wherever shards and activations are."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.errors import ConfigError
-from zerograph.core.instructions import Accumulate, Place
+from zerograph.core.instructions import Accumulate, Gather, Place, Reduce
 
 WIDTH, WORDS, BATCH, LENGTH = 8, 19, 2, 7  # fourteen tokens: five of four tiles are no even part
 Middle = Callable[["Block", Tensor], Tensor]
@@ -177,6 +178,28 @@ def test_wherever_shards_and_activations_are_the_bits_are_the_same(world_size: i
     assert_in_tiles(found[0], 4)
     assert_alike(found, exact(gelu, world_size=world_size))
     assert_same_bits_elsewhere(found, train, world_size, tmp_path)
+
+
+ROWS = {"*.up.weight": 3, "*.gate.weight": 2, "*.both.weight": 2, "*.wide": 2, "*.down.weight": 2}
+
+
+@pytest.mark.parametrize("middle", [swiglu, rows_in, twice], ids=lambda one: one.__name__)
+def test_each_tile_of_tokens_reads_and_reduces_tiles_of_weights(middle: Middle) -> None:
+    """Also of weights that have fewer rows on the last rank."""
+    found = trained(middle, world_size=3, by_rank=True, stage=3, tile=ROWS, token_tiles=4)
+    assert_in_tiles(found[0], 4)
+    plan, backward = found[0].plan, found[0].program["backward"].instructions
+    for kind in (Gather, Reduce):
+        done = [i for i in backward if isinstance(i, kind) and plan.buckets[i.bucket].tiles > 1]
+        assert {4} <= set(Counter((i.bucket, i.tile) for i in done).values()) <= {4, 8, 12}
+    assert_alike(found, exact(middle, world_size=3))
+
+
+def test_tiles_of_tokens_and_of_weights_give_the_same_bits_on_processes() -> None:
+    train = partial(trained, swiglu, world_size=2, stage=3, tile=ROWS, token_tiles=4)
+    for ours, theirs in zip(train(), train(run=harness.run_processes), strict=True):
+        assert torch.equal(ours.losses, theirs.losses)
+        assert_same(ours.grads, theirs.grads)
 
 
 def test_half_of_the_layers() -> None:

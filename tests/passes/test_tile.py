@@ -14,8 +14,8 @@ from torch import fx
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Plan, tile_params
-from zerograph.graph.nodes import TileFact, markers
-from zerograph.graph.ops import GATHER, UNSHARD
+from zerograph.graph.nodes import TileFact, call, markers
+from zerograph.graph.ops import ACCUMULATE, GATHER, UNSHARD
 from zerograph.passes import gather, reduce, tile, verify
 
 aten = torch.ops.aten
@@ -438,59 +438,55 @@ return [view_default_2]""",
     )
 
 
-def test_columns_of_a_weight_do_what_rows_of_its_transpose_do() -> None:
+def test_tiles_of_tokens_reduce_a_tile_of_the_gradient_each() -> None:
     b = Builder()
-    x, grad = b.input("x", 3, 8), b.input("grad", 3, 4)
-    (w,) = b.params("w", shape=(4, 8))
-    term = b.mm(x, b.call(aten.permute.default, w, [1, 0]))
-    gm = b.output(term, b.mm(grad, w), b.reduce_grad(b.mm(b.call(aten.permute.default, grad, [1, 0]), x), w))
+    (w,), total = b.params("w", shape=(8, 4)), None
+    for tile_of_tokens in "ab":
+        x, grad = b.input(f"x_{tile_of_tokens}", 3, 4), b.input(f"grad_{tile_of_tokens}", 3, 8)
+        terms = [b.call(aten.permute.default, grad, [1, 0]), x]
+        total = call(b.graph, ACCUMULATE, (terms, total), w.meta["val"].new_empty(8, 4), x)
+    gm = b.output(b.reduce_grad(total, w))
     p = in_tiles(gm)
-    p = replace(p, buckets=(replace(p.buckets[0], dim=1, loop="w"),))
-    assert tile(gm, p) == 6
+    assert tile(gm, p) == 4
     assert_expected_inline(
         show(gm),
         """\
-view_default_3 = view(x, [3, 2, 4])
-unshard_default_2 = unshard(w_shard, w)
-view_default_4 = view(view_default_3, 2, 0, 2)
-clone_default = clone(view_default_4, torch.contiguous_format)
-view_default_5 = view(clone_default, [3, 4])
-permute_default_2 = permute(unshard_default_2, [1, 0])
-accumulate_default = accumulate([view_default_5, permute_default_2], None)
-unshard_default_3 = unshard(w_shard, w)
-view_default_6 = view(view_default_3, 2, 2, 4)
-clone_default_1 = clone(view_default_6, torch.contiguous_format)
-view_default_7 = view(clone_default_1, [3, 4])
-permute_default_3 = permute(unshard_default_3, [1, 0])
-accumulate_default_1 = accumulate([view_default_7, permute_default_3], accumulate_default)
-unshard_default = unshard(w_shard, w)
-mm_default_3 = mm(grad, unshard_default)
-view_default = view(mm_default_3, [3, 2, 2])
-place_default = place([view_default], None, [-1, 2, 4], 2, 0)
-unshard_default_1 = unshard(w_shard, w)
-mm_default_4 = mm(grad, unshard_default_1)
-view_default_1 = view(mm_default_4, [3, 2, 2])
-place_default_1 = place([view_default_1], place_default, [-1, 2, 4], 2, 2)
-view_default_2 = view(place_default_1, [3, 8])
-permute_default_1 = permute(grad, [1, 0])
-view_default_8 = view(x, [3, 2, 4])
-view_default_9 = view(view_default_8, 2, 0, 2)
-clone_default_2 = clone(view_default_9, torch.contiguous_format)
-view_default_10 = view(clone_default_2, [3, 4])
-mm_default_5 = mm(permute_default_1, view_default_10)
-reduce_grad_default_1 = reduce_grad(mm_default_5, w)
-view_default_11 = view(reduce_grad_default_1, [2, 2, 2])
-place_default_2 = place([view_default_11], None, [-1, 2, 4], 2, 0)
-view_default_12 = view(view_default_8, 2, 2, 4)
-clone_default_3 = clone(view_default_12, torch.contiguous_format)
-view_default_13 = view(clone_default_3, [3, 4])
-mm_default_6 = mm(permute_default_1, view_default_13)
-reduce_grad_default_2 = reduce_grad(mm_default_6, w)
-view_default_14 = view(reduce_grad_default_2, [2, 2, 2])
-place_default_3 = place([view_default_14], place_default_2, [-1, 2, 4], 2, 2)
-view_default_15 = view(place_default_3, [2, 8])
-return [accumulate_default_1, view_default_2, view_default_15]""",
+view_default = view(grad_a, [3, 2, 4])
+view_default_1 = view(view_default, 2, 0, 2)
+clone_default = clone(view_default_1, torch.contiguous_format)
+view_default_2 = view(clone_default, [3, 4])
+permute_default_2 = permute(view_default_2, [1, 0])
+mm_default = mm(permute_default_2, x_a)
+reduce_grad_default_1 = reduce_grad(mm_default, w)
+accumulate_default_2 = accumulate([reduce_grad_default_1], None)
+view_default_3 = view(view_default, 2, 2, 4)
+clone_default_1 = clone(view_default_3, torch.contiguous_format)
+view_default_4 = view(clone_default_1, [3, 4])
+permute_default_3 = permute(view_default_4, [1, 0])
+mm_default_1 = mm(permute_default_3, x_a)
+reduce_grad_default_2 = reduce_grad(mm_default_1, w)
+accumulate_default_3 = accumulate([reduce_grad_default_2], None)
+view_default_5 = view(grad_b, [3, 2, 4])
+view_default_6 = view(view_default_5, 2, 0, 2)
+clone_default_2 = clone(view_default_6, torch.contiguous_format)
+view_default_7 = view(clone_default_2, [3, 4])
+permute_default_4 = permute(view_default_7, [1, 0])
+mm_default_2 = mm(permute_default_4, x_b)
+reduce_grad_default_3 = reduce_grad(mm_default_2, w)
+accumulate_default_4 = accumulate([reduce_grad_default_3], accumulate_default_2)
+view_default_8 = view(view_default_5, 2, 2, 4)
+clone_default_3 = clone(view_default_8, torch.contiguous_format)
+view_default_9 = view(clone_default_3, [3, 4])
+permute_default_5 = permute(view_default_9, [1, 0])
+mm_default_3 = mm(permute_default_5, x_b)
+reduce_grad_default_4 = reduce_grad(mm_default_3, w)
+accumulate_default_5 = accumulate([reduce_grad_default_4], accumulate_default_3)
+place_default = place([accumulate_default_4], None, [4, 4], 0, 0)
+place_default_1 = place([accumulate_default_5], place_default, [4, 4], 0, 2)
+return [place_default_1]""",
     )
+    assert reduce(gm, p) == 4
+    verify(gm, p)
 
 
 @pytest.mark.parametrize("made", [backward, rows_in, lookup])

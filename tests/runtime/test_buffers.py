@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from zerograph.core.instructions import Compute, Free, Gather, Instruction, WaitGather
 from zerograph.core.machine import machine_named
-from zerograph.core.plan import tile_params
 from zerograph.core.program import Program, Register, Segment
-from zerograph.core.step import Param
 from zerograph.planner.programs.rates import Rates
-from zerograph.runtime.buffers import BufferPool, add_to_tile, tile_of
+from zerograph.runtime.buffers import BufferPool
 from zerograph.sim.simulate import simulate
 
 
@@ -116,27 +114,3 @@ def test_forecasts_count_what_the_pool_holds(uses: list[tuple[int, int]]) -> Non
     computing = [span for span in found.spans if span.stream == "compute"]
     assert [sum(h.bytes for h in holdings if h.held_at(s.start, found.spans)) for s in computing] == held
     assert not held or found.peaks["device"].bytes == max(held)
-
-
-@given(columns=st.integers(1, 24), ranks=st.integers(1, 5), tiles=st.integers(1, 4), rows=st.integers(0, 3))
-def test_tiles_of_columns_have_those_that_meet_the_same_rows_of_every_rank(
-    columns: int, ranks: int, tiles: int, rows: int
-) -> None:
-    share = -(-columns // ranks)
-    param = Param("w", (rows * ranks, columns), "float32", "float32", "float32", True, True)
-    shard = torch.arange(1.0, rows * columns + 1).view(rows, columns)
-    padded = torch.nn.functional.pad(shard, (0, ranks * share - columns)).view(rows, ranks, share)
-    again = torch.zeros_like(shard)
-    for tile in tile_params(param, min(tiles, share), ranks, dim=1):
-        found = tile_of(tile, shard)
-        assert torch.equal(found, padded[:, :, tile.begin : tile.end])
-        add_to_tile(tile, again, found.reshape(rows, tile.shape[1]))
-    assert torch.equal(again, shard)
-
-
-def test_tiles_of_columns_are_views_where_ranks_divide_them() -> None:
-    shard = torch.zeros(2, 12)
-    param = Param("w", (4, 12), "float32", "float32", "float32", True, True)
-    assert all(
-        tile_of(tile, shard).data_ptr() - shard.data_ptr() == 4 * tile.begin for tile in tile_params(param, 2, 2, 1)
-    )

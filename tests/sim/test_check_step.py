@@ -229,3 +229,16 @@ def test_other_tiles_of_tokens_than_the_plan_says_are_found() -> None:
     assert found(of("", 4), loss, "tokens") == []
     assert lost.format("head:mm", 8) in found(of("", 4), replace(loss, loss_tiles=8), "tokens")
     assert lost.format("head:mm", 4) in found(of("", 1), loss, "tokens")
+
+
+def test_tiles_of_tokens_reduce_all_tiles_of_a_weight_as_often() -> None:
+    tiled = placed(ruled(STEP), Placement(), tiles=2)
+    by_token = replace(tiled, recompute=("blocks.1",), token_tiles=2, token_regions=("blocks.1.mlp:mm",))
+    twice = [
+        replace(p, instructions=[each for each in p.instructions for _ in range(1 + isinstance(each, Reduce))])
+        for p in programs_of(tiled)
+    ]
+    assert found(twice, by_token, "reductions") == []
+    assert "gradients of blocks.1 tile 1/2 are reduced 2 times, not 1" in found(twice, tiled, "reductions")
+    lacking = changed(twice, lambda each: isinstance(each, Reduce) and each.tile == 1, lambda each: [])
+    assert found(lacking, by_token, "reductions") == ["gradients of blocks.1 tile 2/2 are reduced 0 times, not 2"]

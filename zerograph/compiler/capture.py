@@ -37,7 +37,6 @@ from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.optimizer import with_updates
 from zerograph.runtime.buffers import dtype_name
-from zerograph.tiling.middle import mlps_of
 from zerograph.tiling.products import tilable
 
 
@@ -78,7 +77,6 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
         lookups=tuple(_lookups(graph)),
         tilable=tuple(tilable(graph)),
-        mlps=tuple(mlps_of(graph, backward)),
         ends_at_break=setting.ends_at_break,
     )
     full = Graph(step)

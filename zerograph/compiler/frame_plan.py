@@ -38,7 +38,7 @@ from zerograph.planner.explain.replay import restricted_to_step
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of, in_loss_tiles
 from zerograph.planner.profile.offloaded import offloaded
-from zerograph.planner.profile.tiling import in_loops, refuse_unknown, tiles_wanted
+from zerograph.planner.profile.tiling import refuse_unknown, tiles_wanted
 from zerograph.planner.profile.token_tiles import in_token_tiles
 from zerograph.planner.programs.placement import Shards, bytes_on
 from zerograph.planner.search.constraints import Constraints
@@ -326,8 +326,7 @@ class Planner:
             plan = in_loss_tiles(plan, step, config.loss_tiles)
         if config.layer_tiles != "auto" and step.training:
             plan = in_token_tiles(plan, step, config.layer_tiles, config.by_sample)
-        # Behind the loss, which has what its head reads whole.
-        return in_loops(plan, step)
+        return plan
 
     def _search(self, step: Step, states: int) -> Found:
         known = self.found(step)
@@ -366,7 +365,7 @@ class Planner:
             format_bytes(found.peak),
             format_bytes(self._budget),
         )
-        return search.smallest.peak, in_loops(found.plan, step)
+        return search.smallest.peak, found.plan
 
     def states(self, step: Step, plain: Sequence[Plain]) -> int:
         """Bytes between steps: shards and optimizer states of the whole model, whatever this frame reads of it."""

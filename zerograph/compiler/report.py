@@ -13,7 +13,6 @@ from zerograph.core.config import Stage
 from zerograph.core.plan import Bucket
 from zerograph.core.units import format_bytes, format_ranks
 from zerograph.planner.profile.loss import why_untiled
-from zerograph.planner.profile.tiling import not_looped
 from zerograph.planner.programs.process_memory import Resident
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.executor.telemetry import Telemetry
@@ -22,7 +21,7 @@ from zerograph.runtime.offload.shards import ShardStore
 
 @dataclass(frozen=True, slots=True)
 class BucketReport:
-    """One bucket of one frame; ``bytes`` is its size when unsharded, ``loop`` the MLP in whose loop its tiles run."""
+    """One bucket of one frame; ``bytes`` is its size when unsharded."""
 
     frame: int
     name: str
@@ -30,14 +29,12 @@ class BucketReport:
     bytes: int
     residency: str
     tiles: int = 1
-    dim: int = 0
-    loop: str = ""
 
     @classmethod
     def of(cls, frame: int, bucket: Bucket) -> BucketReport:
         """What is decided for ``bucket`` of frame number ``frame``."""
         names, size = tuple(p.name for p in bucket.params), bucket.gathered_bytes
-        return cls(frame, bucket.name, names, size, bucket.residency, bucket.tiles, bucket.dim, bucket.loop)
+        return cls(frame, bucket.name, names, size, bucket.residency, bucket.tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,6 @@ class Report:
             parameters, their copies in the compute dtype, gradients, slots; not optimizer states.
         token_tiles: by frame, tiles of tokens that head and loss run in, and those of the MLPs of some layers.
         whole_logits: by frame, why its logits, or those of a second head, exist for all tokens at once.
-        apart: by MLP, why weights of it that are in tiles do not run in one loop.
         recorded: the last step that ``backend.record()`` recorded.
         replicas: ranks that have the same shards.
     """
@@ -133,7 +129,6 @@ class Report:
     on_host: Mapping[str, int] = field(default_factory=dict)
     token_tiles: Mapping[int, TokenTiles] = field(default_factory=dict)
     whole_logits: Mapping[int, str] = field(default_factory=dict)
-    apart: Mapping[str, str] = field(default_factory=dict)
     recorded: RecordedStep | None = None
     replicas: int = 1
 
@@ -174,7 +169,6 @@ class Report:
                 for f in compiled
             },
             whole_logits={f.index: why for f in compiled if (why := why_untiled(f.step, f.plan.loss_tiles))},
-            apart={mlp: why for f in compiled for mlp, why in not_looped(f.plan, f.step).items()},
             recorded=recorded,
         )
 
@@ -193,7 +187,6 @@ class Report:
             lines.append(f"  on the host: {', '.join(f'{what} {format_bytes(n)}' for what, n in self.on_host.items())}")
         lines += [f"  frame {frame}: {tiles}" for frame, tiles in self.token_tiles.items() if str(tiles)]
         lines += [f"  frame {frame}: logits are whole: {why}" for frame, why in self.whole_logits.items()]
-        lines += [f"  {mlp}: each weight has tiles of its rows by itself: {why}" for mlp, why in self.apart.items()]
         if self.recorded is not None:
             lines.append(f"  {self.recorded}")
             if self.recorded.resident is not None:
@@ -201,7 +194,6 @@ class Report:
         lines += [
             f"  frame {b.frame}  {b.name:32s} {len(b.params):4d} parameters  {format_bytes(b.bytes):>9s}  {b.residency}"
             + (f", in {b.tiles} tiles of {format_bytes(b.bytes // b.tiles)}" if b.tiles > 1 else "")
-            + (f" ({'columns' if b.dim else 'rows'}, in the loop of {b.loop})" if b.loop else "")
             for b in self.buckets
         ]
         lines += [

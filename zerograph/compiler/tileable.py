@@ -1,4 +1,4 @@
-"""Which parts of a traced step can run in tiles over tokens or over the hidden dimension of an MLP.
+"""Which parts of a traced step can run in tiles over tokens.
 
 Capture asks before there is a plan. Inductor's passes over the joint graph come later, and may leave a part that cannot
 run in tiles any more. The plan then has that part whole, so that reports and plan files tell how the step runs.
@@ -23,7 +23,6 @@ from zerograph.tiling.cuts import PRODUCTS, ROWS, Mixes
 from zerograph.tiling.layer_batch import batch_region
 from zerograph.tiling.layer_tokens import layer_region, wide_products
 from zerograph.tiling.loss_gradients import loss_gradients
-from zerograph.tiling.middle import Gathered, middle_of
 from zerograph.tiling.region import Counts
 from zerograph.tiling.token_region import NodeRegion, head_of, region_of
 
@@ -49,8 +48,6 @@ def left_in_tiles(step: Step, plan: Plan, graph: fx.Graph) -> Step:
     if gone := _untiled_regions(plan, graph, backward):
         regions = tuple(region for region in step.token_regions if region.activation not in gone)
         step = replace(step, token_regions=regions)
-    if unlooped := _not_looped(plan, graph, backward):
-        step = replace(step, mlps=tuple(mlp for mlp in step.mlps if mlp.name not in unlooped))
     return step
 
 
@@ -81,26 +78,6 @@ def _untiled_regions(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set
             "" if plan.by_sample else "the MLPs of ", len(untiled), name, why,
         )  # fmt: skip
     return set(untiled)
-
-
-def _not_looped(plan: Plan, graph: fx.Graph, backward: set[fx.Node]) -> set[str]:
-    """The MLPs that ``plan`` has in a loop and that cannot run so in ``graph``, with a warning for each."""
-    loops, unlooped = plan.loops(), set[str]()
-    if not loops:
-        return unlooped
-    read = Gathered.of(graph)
-    for loop, buckets in loops.items():
-        weights = {bucket.params[0].name: bucket.dim for bucket in buckets}
-        try:
-            middle_of(read, weights)
-            middle_of(read, weights, lambda node: node not in backward)
-        except Mixes as error:
-            unlooped.add(loop)
-            log.warning(
-                "%s was planned in one loop of %d tiles, and its weights are in tiles one by one, because %s",
-                loop, buckets[0].tiles, error,
-            )  # fmt: skip
-    return unlooped
 
 
 def why_logits_are_untiled(product: fx.Node, backward: set[fx.Node]) -> str:

@@ -36,7 +36,7 @@ __all__ = [
     "token_tiles",
 ]
 
-VERSION = 12
+VERSION = 13
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays resident: until its last use in a graph, until its use in the backward, or until
@@ -147,9 +147,6 @@ class Bucket:
             ZeRO-Infinity's memory-centric tiling of an operator that is too large to be whole.
         ahead: intervals of buckets before its own at which its gathers begin, at most; None: as many as the plan's
             ``prefetch``, which is the most. Fewer where memory is short when it would be gathered.
-        dim: the dimension of its parameter that tiles cut: 0, rows, or 1, columns, of which a loop alone has tiles.
-        loop: the MLP whose weights run tile by tile in one loop, this one among them; empty where its tiles run by
-            themselves.
     """
 
     index: int
@@ -159,8 +156,6 @@ class Bucket:
     placement: Placement = field(default=DEVICE, metadata={"decided": "placement"})
     tiles: int = field(default=1, metadata={"decided": "tiles"})
     ahead: int | None = field(default=None, metadata={"decided": "gathered ahead"})
-    dim: int = field(default=0, metadata={"decided": "dimension of tiles"})
-    loop: str = field(default="", metadata={"decided": "loop"})
 
     @property
     def gathered_bytes(self) -> int:
@@ -197,32 +192,23 @@ _LONG, _ALIGNED = 128, 16
 @dataclass(frozen=True, slots=True)
 class ParamTile(Param):
     """The same rows of every rank's shard, as a parameter of that shape: what moves in place of the whole parameter.
-
-    A tile of columns (``dim`` 1) has those that belong to the same rows of every shard of another weight, whose rows
-    these columns meet in a product: with ``c`` rows in a shard, columns ``r * c + begin`` to ``r * c + end`` for each
-    rank ``r``. Rows and columns that the last shards lack are zeros.
+    Rows that the last shards lack are zeros.
 
     Attributes:
         begin, end: the rows of each shard.
-        dim: the dimension that is cut.
     """
 
     begin: int = 0
     end: int = 0
-    dim: int = 0
 
 
-def tile_params(param: Param, tiles: int, world_size: int, dim: int = 0) -> tuple[ParamTile, ...]:
-    """The tiles of ``param``, cut along ``dim``, in order."""
+def tile_params(param: Param, tiles: int, world_size: int) -> tuple[ParamTile, ...]:
+    """The tiles of ``param``, in order."""
     facts = {one.name: getattr(param, one.name) for one in fields(Param)}
     return tuple(
-        ParamTile(**facts | {"shape": _cut(param, dim, world_size * (end - begin))}, begin=begin, end=end, dim=dim)
-        for begin, end in tile_rows(param.chunk(world_size, dim), tiles)
+        ParamTile(**facts | {"shape": (world_size * (end - begin), *param.shape[1:])}, begin=begin, end=end)
+        for begin, end in tile_rows(param.chunk(world_size), tiles)
     )
-
-
-def _cut(param: Param, dim: int, size: int) -> tuple[int, ...]:
-    return (*param.shape[:dim], size, *param.shape[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,14 +301,6 @@ class Plan:
         """The bucket of every parameter, by name."""
         return {p.name: bucket for bucket in self.buckets for p in bucket.params}
 
-    def loops(self) -> dict[str, list[Bucket]]:
-        """The buckets of each loop, by its name."""
-        found: dict[str, list[Bucket]] = {}
-        for bucket in self.buckets:
-            if bucket.loop:
-                found.setdefault(bucket.loop, []).append(bucket)
-        return found
-
     @property
     def compute_dtype(self) -> str:
         """The dtype that most parameters compute in; float32 when there are none."""
@@ -404,7 +382,6 @@ class Plan:
             yield "delayed updates by gradients on a disk"
         for bucket in self.buckets:
             yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
-        yield from _unlike(self)
         yield from (f"activations of {name} are offloaded twice" for name in _twice(name for name, _ in self.offload))
         off = ((layer, tier) for layer, tier in self.offload if tier not in OFFLOAD_TIERS)
         yield from (f"activations of {layer} are offloaded to {tier!r}" for layer, tier in off)
@@ -458,19 +435,6 @@ def _twice(names: Iterable[str]) -> Iterator[str]:
     return (name for name, count in Counter(names).items() if count > 1)
 
 
-def _unlike(plan: Plan) -> Iterator[str]:
-    """The loops whose buckets differ in the number or the size of their tiles."""
-    for loop, own in plan.loops().items():
-        alike = {
-            (bucket.tiles, bucket.params[0].shape[bucket.dim] if bucket.dim < len(bucket.params[0].shape) else 0)
-            for bucket in own
-            if bucket.params
-        }
-        if len(alike) > 1:
-            pairs = ", ".join(f"{tiles} of {size}" for tiles, size in sorted(alike))
-            yield f"the loop {loop} has tiles of several kinds ({pairs})"
-
-
 def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
     placement = bucket.placement
     if bucket.residency not in _RESIDENCIES:
@@ -487,19 +451,10 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield f"is gathered {bucket.ahead} intervals ahead, and prefetch is {plan.prefetch}"
     # The rest is about tiles, which share one parameter's rows.
     if bucket.tiles == 1:
-        if bucket.loop or bucket.dim:
-            yield f"is whole, and runs in the loop {bucket.loop or bucket.dim!r}"
         return
     if len(bucket.params) != 1 or not (bucket.params[0].sharded and bucket.params[0].shape):
         yield "is tiled, and is not one sharded parameter"
-    elif not 0 <= bucket.dim < min(2, len(bucket.params[0].shape)):
-        yield f"has tiles of its dimension {bucket.dim}"
-    elif not 1 < bucket.tiles <= bucket.params[0].chunk(plan.world_size, bucket.dim):
-        most, what = bucket.params[0].chunk(plan.world_size, bucket.dim), "columns" if bucket.dim else "rows"
-        yield f"has {bucket.tiles} tiles of {most} {what}"
-    elif bucket.dim and not bucket.loop:
-        yield "has tiles of columns, which a loop alone has"
-    elif bucket.loop and not (bucket.placement.parameters == bucket.placement.spilled == "device"):
-        yield f"has {bucket.placement}, where tiles of columns would be read and written piece by piece"
+    elif not 1 < bucket.tiles <= bucket.params[0].chunk(plan.world_size):
+        yield f"has {bucket.tiles} tiles of {bucket.params[0].chunk(plan.world_size)} rows"
     elif bucket.residency != "use":
         yield "is tiled, and is to stay whole"

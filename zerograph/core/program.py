@@ -124,8 +124,7 @@ class Program:
                     how = "" if p.sharded else " whole"
                     dtype = p.wire if instruction.operation == "gather" else p.reduce_dtype
                     # Names, and not sizes alone: different parameters of one size would be summed without an error.
-                    of = ("rows", "columns")[p.dim] if isinstance(p, ParamTile) else ""
-                    rows = f" {of} {p.begin} to {p.end}" if isinstance(p, ParamTile) else ""
+                    rows = f" rows {p.begin} to {p.end}" if isinstance(p, ParamTile) else ""
                     what = f"{p.name}{rows} {list(p.shape)} {dtype}{how}"
                     yield f"{instruction.operation} bucket {instruction.bucket}: {what}"
 

@@ -66,9 +66,9 @@ class Param:
         """Bytes of the whole parameter in the compute dtype."""
         return self.elements * ITEM_SIZE[self.compute_dtype]
 
-    def chunk(self, world_size: int, dim: int = 0) -> int:
-        """Rows of the largest shard; of another dimension the columns that belong to as many rows of another weight."""
-        return largest(self.shape[dim], world_size)
+    def chunk(self, world_size: int) -> int:
+        """Rows of the largest shard."""
+        return largest(self.shape[0], world_size)
 
     def chunk_elements(self, world_size: int) -> int:
         """Elements of the largest shard; the padded length of every rank's part in a collective."""
@@ -244,23 +244,6 @@ class TokenRegion:
 
 
 @dataclass(frozen=True, slots=True)
-class Mlp:
-    """Linear layers, and what lies between them, that can run for some of the hidden dimension at a time.
-
-    Attributes:
-        name: of the module that holds them.
-        hidden: size of the hidden dimension.
-        weights: by parameter, which of its dimensions that is.
-        middle: operations that make something of that dimension, by name.
-    """
-
-    name: str
-    hidden: int
-    weights: tuple[tuple[str, int], ...]
-    middle: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """Forward and, when training, backward of one frame and the optimizer's update, in execution order.
 
@@ -276,7 +259,6 @@ class Step:
         ends_at_break: whether the user's code goes on uncompiled, behind a graph break, with what the forward returns.
         token_regions: what of layers can run for some tokens at a time.
         whole_batches: layers that cannot run for some samples at a time where that was asked, each with the reason.
-        mlps: linear layers that can run in one loop over the dimension between them.
         derived: by class, what was computed of the step once and is kept with it; no part of what it is.
     """
 
@@ -292,7 +274,6 @@ class Step:
     ends_at_break: bool = False
     token_regions: tuple[TokenRegion, ...] = ()
     whole_batches: tuple[tuple[str, str], ...] = ()
-    mlps: tuple[Mlp, ...] = ()
     derived: dict[type, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property

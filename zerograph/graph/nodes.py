@@ -30,6 +30,7 @@ class BucketFact:
     """The fact on every ``zg::`` node that moves a bucket, or a tile of one: which, and its parameters, in order.
 
     Attributes:
+        term: the gradient of a tile may be reduced in several.
         by_gather: of a wait for a fetch, whether the gather behind it waits in its stream, and what computes does not.
     """
 
@@ -37,6 +38,7 @@ class BucketFact:
     params: tuple[Param, ...]
     tile: int = 0
     tiles: int = 1
+    term: int = 0
     by_gather: bool = False
 
     @property
@@ -52,10 +54,12 @@ class TileFact:
     Attributes:
         index: of the tile.
         param: the tile, as a parameter.
+        term: of what its gradient is the sum of, where tiles of tokens are reduced one by one.
     """
 
     index: int
     param: ParamTile
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,7 @@ def transfer_of(found: Sequence[Marker], bucket: Bucket) -> BucketFact:
     """The transfer of the parameters of markers: of one bucket, or of one tile."""
     tile = found[0].tile
     if tile is not None:
-        return BucketFact(bucket.index, (tile.param,), tile.index, bucket.tiles)
+        return BucketFact(bucket.index, (tile.param,), tile.index, bucket.tiles, tile.term)
     params = {p.name: p for p in bucket.params}
     return BucketFact(bucket.index, tuple(params[m.name] for m in found))
 

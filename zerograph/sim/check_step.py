@@ -95,6 +95,10 @@ def _reductions(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
         return
     wanted = Counter(part for b in plan.buckets if any(p.trainable for p in b.params) for part in _parts(b))
     done = Counter((each.bucket, each.tile) for *_, each in _each(programs) if isinstance(each, Reduce))
+    for bucket, tile in wanted if plan.token_regions else ():
+        # Each tile of tokens reduces every tile of a weight that it reads.
+        if plan.buckets[bucket].tiles > 1:
+            wanted[bucket, tile] = max(1, done[bucket, 0])
     for part in {**wanted, **done}:
         if wanted[part] != done[part]:
             name, label = _label(plan, part)

@@ -1,8 +1,8 @@
 """How operators treat dimensions that are cut: each keeps them, sums over them, or mixes them.
 
-Tokens are such dimensions (batch and sequence), and so are the batch alone and the hidden dimension of an MLP. In a
-part every value has as many dimensions as in the graph. Where several are cut, the last of them counts the part's, and
-the others are 1. The batch is one dimension, which may count something else within each sample: its tokens, its heads.
+Tokens are such dimensions (batch and sequence), and so is the batch alone. In a part every value has as many dimensions
+as in the graph. Where several are cut, the last of them counts the part's, and the others are 1. The batch is one
+dimension, which may count something else within each sample: its tokens, its heads.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from zerograph.graph.nodes import Marker, is_identity_view, markers
-from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.graph.ops import ACCUMULATE, REDUCE_GRAD, UNSHARD
 
 aten = torch.ops.aten
 
@@ -120,9 +120,38 @@ class GradientTerm:
         return [GradientTerm(term, self.transposed) for term in given[:2]] if is_sum(self.node) else []
 
 
-def parts_of(grad: fx.Node, transposed: bool = False) -> Iterator[GradientTerm]:
-    """The parts of a full gradient, or of its transpose: each part once, behind those that it is made of."""
-    done, waiting = set[GradientTerm](), [GradientTerm(grad, transposed)]
+@dataclass(frozen=True, slots=True)
+class GradientProduct:
+    """A product of what makes a full gradient, or its transpose if ``transposed``; there behind ``node``."""
+
+    node: fx.Node
+    left: fx.Node
+    right: fx.Node
+    transposed: bool
+
+
+def products_by_tokens(grad: fx.Node) -> list[GradientProduct]:
+    """The products that a gradient is the sum of, in order, where tiles of tokens add to it; none elsewhere."""
+    leaves = [part for part in parts_of(grad) if not part.sources]
+    if all(leaf.node.target is not ACCUMULATE for leaf in leaves):
+        return []
+    return sorted((product for leaf in leaves for product in _products(leaf)), key=lambda product: product.node)
+
+
+def _products(leaf: GradientTerm) -> Iterator[GradientProduct]:
+    if leaf.node.target is not ACCUMULATE:
+        yield GradientProduct(leaf.node, *leaf.node.args, leaf.transposed)  # type: ignore[arg-type]
+        return
+    node: Any = leaf.node
+    while node is not None:
+        (left, right), into = node.args
+        yield GradientProduct(node, left, right, leaf.transposed)
+        node = into
+
+
+def parts_of(grad: fx.Node) -> Iterator[GradientTerm]:
+    """The parts of a full gradient: each part once, behind those that it is made of."""
+    done, waiting = set[GradientTerm](), [GradientTerm(grad, transposed=False)]
     while waiting:
         missing = [source for source in waiting[-1].sources if source not in done]
         waiting += reversed(missing)
@@ -134,14 +163,25 @@ def parts_of(grad: fx.Node, transposed: bool = False) -> Iterator[GradientTerm]:
 def other_than_rows(grad: fx.Node) -> fx.Node | None:
     """The first node in what makes a full gradient of which no rows can be computed alone; None where there is none.
 
-    A gradient is a product, that of a lookup, or a sum of such, transposed or not, cast or not.
+    A gradient is a product, that of a lookup, or a sum of such, transposed or not, cast or not; or a sum of products to
+    which tiles of tokens add.
     """
-    terms = (part for part in parts_of(grad) if not part.sources)
-    return next((term.node for term in terms if not _has_rows(term)), None)
+    terms = [part for part in parts_of(grad) if not part.sources]
+    by_tokens = any(term.node.target is ACCUMULATE for term in terms)
+    fits = _is_product_or_sum if by_tokens else _has_rows
+    return next((term.node for term in terms if not fits(term)), None)
 
 
 def _has_rows(term: GradientTerm) -> bool:
     return is_product(term.node) or (is_gradient_of_lookup(term.node) and not term.transposed)
+
+
+def _is_product_or_sum(term: GradientTerm) -> bool:
+    """Whether ``term`` is a product, or a sum to which each tile of tokens adds the product of two matrices."""
+    node: Any = term.node
+    while node is not None and node.target is ACCUMULATE and len(node.args[0]) == 2:
+        _, node = node.args
+    return node is None or (node is term.node and is_product(node))
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -45,11 +45,8 @@ class Growth:
     """Grows a region, operator by operator.
 
     Attributes:
-        in_loops: whether what reads a sum may run in another loop, behind that of the sum.
         read_whole: operators inside, each with an argument that it reads whole.
     """
-
-    in_loops = False
 
     def __init__(self, region: Region, counts: Counts) -> None:
         self.region, self.counts = region, counts
@@ -75,15 +72,15 @@ class Growth:
         for source in node.all_input_nodes:
             if source is behind or not isinstance(source.meta.get("val"), (torch.Tensor, tuple, list)):
                 continue
-            wanted, found = self.operand(node, source, cut), self.inside(source)
+            wanted, found = self.operand(node, source, cut), self.region.cuts.get(source)
             if found is not None:
                 if found != wanted:
                     raise Mixes(node, "mixes {}s with something else")
-            elif source in self.region.cuts and not self.in_loops:
+            elif source in self.region.cuts:
                 raise Mixes(node, "reads a sum over all {}s")
             elif wanted is None:
                 self.read_whole.add((node, source))
-            elif source not in self.region.cuts and self.makes(node, source, wanted):
+            elif self.makes(node, source, wanted):
                 yield source, wanted
             else:
                 self.region.given[node, source] = wanted
@@ -94,12 +91,8 @@ class Growth:
         """
         cuts = self.region.cuts
         for node, source in self.read_whole:
-            if node in cuts and source in cuts and (cuts[source] is not None or not self.in_loops):
+            if node in cuts and source in cuts:
                 raise Mixes(node, "reads all {}s")
-
-    def inside(self, node: fx.Node) -> Cut | None:
-        """The cut of what is inside; None of a sum, and of anything outside."""
-        return self.region.cuts.get(node)
 
     def entered(self, node: fx.Node, cut: Cut | None) -> None:
         """``node`` has just been taken in."""

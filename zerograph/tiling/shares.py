@@ -33,15 +33,6 @@ class Shares:
         """The largest that a rank has."""
         return largest(self.size, self.ranks)
 
-    def width(self, begin: int, end: int) -> int:
-        """The size of a tile, with its padding."""
-        return self.ranks * (end - begin)
-
-    def there(self, begin: int, end: int) -> int:
-        """The size of a tile, without its padding."""
-        ends = (min(self.size - rank * self.share, end) for rank in range(self.ranks))
-        return sum(max(0, last - begin) for last in ends)
-
     def wide(self, node: fx.Node, dim: int, *, copies: bool = False) -> fx.Node:
         """``node`` as ``[..., ranks, share, ...]``; with ``copies`` memory of its own."""
         lacking = self.ranks * self.share - self.size
@@ -58,16 +49,6 @@ class Shares:
         part = part_of(self.graph, wide, dim + 1, begin, end, wide)
         dense = self._call(aten.clone.default, part, part, memory_format=torch.contiguous_format)
         return self._joined(dense, dim)
-
-    def cut(self, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
-        """A tile without what pads it."""
-        there = self.there(begin, end)
-        return node if there == self.width(begin, end) else self._call(aten.slice.Tensor, node, node, dim, 0, there)
-
-    def padded(self, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
-        """A tile with what pads it."""
-        lacking = self.width(begin, end) - self.there(begin, end)
-        return self._padded(node, dim, lacking) if lacking else node
 
     def place(self, node: fx.Node, into: fx.Node | None, dim: int, begin: int, end: int) -> fx.Node:
         """Put a tile, with what pads it, beside the others, in what :meth:`full` takes."""

@@ -1,5 +1,5 @@
-"""Layers in tiles of tokens: what is wide is held a tile at a time, in layers that are recomputed and have whole
-weights."""
+"""Layers in tiles of tokens: what is wide is held a tile at a time, in layers that are recomputed and whose weights are
+at hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.steps import Layer, step_of
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import machine_named
-from zerograph.core.plan import GivenPlan, Plan
+from zerograph.core.plan import GivenPlan, Placement, Plan
 from zerograph.core.step import Step, TokenRegion
 from zerograph.planner import replay
 from zerograph.planner.explain.check import check_plan
@@ -23,6 +23,7 @@ from zerograph.planner.search.search import Search
 
 GPU, WORLD, MIB = machine_named("h100-80gb"), 2, 2**20
 STREAM, INSIDE, ROWS, WEIGHT = 10**7, 10**9, 2**20, 2**28
+SOME = {"blocks.1.weight": 2}
 
 
 def wide(layers: int = 3) -> Step:
@@ -41,13 +42,21 @@ def ruled(step: Step, recompute: str | float = "full", **options: object) -> Pla
     return plan_step(step, stage=3, world_size=WORLD, bucket_size=MIB, prefetch=1, recompute=recompute, **options)  # type: ignore[arg-type]
 
 
-def test_recomputed_layers_with_untiled_weights_are_in_tiles() -> None:
+def test_recomputed_layers_are_in_tiles_unless_tiles_of_their_weights_leave() -> None:
     step = wide()
     every = with_token_tiles(ruled(step), step, 4)
     assert (every.token_tiles, every.token_regions) == (4, ("blocks.0:up", "blocks.1:up", "blocks.2:up"))
     assert check_plan(step, every) == [] and Plan.from_json(every.to_json()) == every
-    some = with_token_tiles(ruled(step, tiles={"blocks.1.weight": 2}), step, 4)
-    assert some.token_regions == ("blocks.0:up", "blocks.2:up")
+    both = with_token_tiles(ruled(step, tiles=SOME), step, 4)
+    assert both.token_regions == every.token_regions and check_plan(step, both) == []
+    left = ("blocks.0:up", "blocks.2:up")
+    assert with_token_tiles(ruled(step, tiles=SOME), step, 4, leaves=True).token_regions == left
+    for away in (Placement("nvme", "nvme", "nvme"), Placement("device", "device", "host")):
+        assert with_token_tiles(ruled(step, tiles=SOME, placement=away), step, 4).token_regions == left
+        moved = replace(both, buckets=tuple(replace(b, placement=away) for b in both.buckets))
+        assert [v.message for v in check_plan(step, moved)] == [
+            "blocks.1:up is in tiles of tokens, and a weight that each of them moves is in tiles"
+        ]
     third = with_token_tiles(ruled(step, 0.34), step, 4)
     assert third.token_regions == tuple(f"{layer}:up" for layer in third.recompute) and len(third.recompute) == 1
     assert with_token_tiles(ruled(step, "none"), step, 4).token_tiles == 1
@@ -58,11 +67,10 @@ def test_who_asks_for_tiles_hears_why_there_are_none(caplog: pytest.LogCaptureFi
     step = wide()
     in_token_tiles(ruled(step), step, 4)
     assert caplog.text == ""
-    in_token_tiles(ruled(step, tiles={f"blocks.{i}.weight": 2 for i in range(3)}), step, 4)
-    assert (
-        "token_tiles=4: layers run for all tokens at once, because the weights of their MLPs are in tiles"
-        in caplog.text
-    )
+    tiles = {f"blocks.{i}.weight": 2 for i in range(3)}
+    in_token_tiles(ruled(step, tiles=tiles, placement=Placement("nvme", "nvme", "nvme")), step, 4)
+    why = "because the weights of their MLPs are in tiles, and do not live on the device"
+    assert f"token_tiles=4: layers run for all tokens at once, {why}" in caplog.text
     in_token_tiles(ruled(step), replace(step, token_regions=()), 4)
     assert "because none has an MLP of linear layers" in caplog.text
 

@@ -110,7 +110,7 @@ def test_one_group_of_those_that_are_alike_is_turned() -> None:
 
 
 def test_every_decision_is_turned_by_the_search() -> None:
-    """But for those that the constraints, the buckets, or the tiles of the profile fix; loops follow from tiles."""
+    """But for those that the constraints, the buckets, or the tiles of the profile fix."""
     plan = replace(SPACE.plan, offload=((STEP_LAYER, "host"),), prefetch=2)
     moved: set[str] = set()
     for decision in all_decisions(SPACE, SEARCH.constraints, SEARCH.placements, SEARCH.tiers):
@@ -120,7 +120,7 @@ def test_every_decision_is_turned_by_the_search() -> None:
                 moved |= {f"bucket.{name}" for name in decided(Bucket) if getattr(old, name) != getattr(new, name)}
     fixed = {"stage", "world_size", "replicas", "save_others", "loss_tiles", "token_tiles", "by_sample", "update"}
     fixed |= {"overlap"}
-    of_buckets = {f"bucket.{name}" for name in decided(Bucket) if name not in ("dim", "loop")}
+    of_buckets = {f"bucket.{name}" for name in decided(Bucket)}
     assert moved == set(decided(Plan)) - fixed | of_buckets
 
 

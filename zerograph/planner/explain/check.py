@@ -18,8 +18,7 @@ from zerograph.core.plan import Plan, tile_rows
 from zerograph.core.step import Op, Param, Step, layer_of, layer_of_activation
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
-from zerograph.planner.profile.tiling import unknown_loops
-from zerograph.planner.profile.token_tiles import regions_of
+from zerograph.planner.profile.token_tiles import regions_of, to_be_whole
 
 BEFORE = -1
 """The task that stands for the start of the step."""
@@ -96,15 +95,14 @@ def buckets(plan: Plan) -> Iterator[Found]:
 
 
 def tiles(plan: Plan) -> Iterator[Found]:
-    """Tiles of a parameter follow one another from its shards' first row to their last, or column."""
+    """Tiles of a parameter follow one another from its shards' first row to their last."""
     for bucket in plan.buckets:
         if bucket.tiles > 1 and bucket.params and plan.world_size >= 1:
-            rows = bucket.params[0].chunk(plan.world_size, bucket.dim)
+            rows = bucket.params[0].chunk(plan.world_size)
             cuts = tile_rows(rows, bucket.tiles)
             joined = all(end == begin for (_, end), (begin, _) in pairwise(cuts))
             if not joined or (cuts[0][0], cuts[-1][1]) != (0, rows) or any(begin == end for begin, end in cuts):
-                what = "columns" if bucket.dim else "rows"
-                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} {what} once"
+                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} rows once"
 
 
 def _parameters(step: Step, plan: Plan) -> Iterator[Found]:
@@ -141,16 +139,12 @@ def _loss(step: Step, plan: Plan) -> Iterator[Found]:
 
 def _token_regions(step: Step, plan: Plan) -> Iterator[Found]:
     by_token = {region.activation: region for region in regions_of(step, plan.by_sample)}
-    tiled = {param.name for bucket in plan.buckets if bucket.tiles > 1 for param in bucket.params}
+    whole = to_be_whole(plan, plan.by_sample)
     for name in plan.token_regions:
         if name not in by_token:
             yield BEFORE, name, "", f"{name} is in {plan.token_tiles} tiles of tokens, and needs all at once"
-        elif not tiled.isdisjoint(by_token[name].params):
-            yield BEFORE, name, "", f"{name} is in tiles of tokens, and a weight that each of them reads is in tiles"
-
-
-def _loops(step: Step, plan: Plan) -> Iterator[Found]:
-    yield from ((BEFORE, "", "", text) for text in unknown_loops(plan, step))
+        elif not whole.isdisjoint(by_token[name].params):
+            yield BEFORE, name, "", f"{name} is in tiles of tokens, and a weight that each of them moves is in tiles"
 
 
 def _reads(step: Step, plan: Plan) -> Iterator[Found]:
@@ -219,8 +213,7 @@ CHECKS: Mapping[str, tuple[str, PlanCheck]] = {
     "parameters": ("the plan is about the very parameters of the step", _parameters),
     "layers": ("layers that are recomputed or offloaded exist", _layers),
     "loss": ("a loss that is tiled is the model's own, behind its logits", _loss),
-    "tokens": ("layers in tiles of tokens can run so, with their weights whole", _token_regions),
-    "loops": ("weights that run in one loop are those of an MLP of the step", _loops),
+    "tokens": ("layers in tiles of tokens can run so, with their weights at hand", _token_regions),
     "reads": ("every value is made once, before it is read", _reads),
     "reductions": ("every gradient is reduced once", _reductions),
     "updates": ("every trainable parameter is updated once, with its gradient", _updates),

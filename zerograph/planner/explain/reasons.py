@@ -12,7 +12,6 @@ from zerograph.core.plan import DEVICE, Bucket, Overlap, Plan
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
 from zerograph.core.units import format_bytes, format_seconds
-from zerograph.planner.profile.tiling import not_looped
 from zerograph.planner.programs.placement import Shards
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.search.constraints import Constraints
@@ -75,12 +74,6 @@ def reasons(
         else:
             why = "no tensor wider than the model is whole; each tile reads their weights again"
             yield Reason("tokens", f"MLPs of {text}tokens", why)
-    for loop, own in plan.loops().items():
-        yield Reason(
-            loop, f"in one loop of {own[0].tiles} tiles over its hidden dimension", "its middle is never whole"
-        )
-    for mlp, why in not_looped(plan, step).items():
-        yield Reason(mlp, "each weight in tiles of its rows, by itself", why)
     yield from under_way(plan)
     yield from _updated(step, plan)
 
@@ -156,7 +149,7 @@ def _decided(bucket: Bucket) -> str:
     count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
     tied = "".join(f", {p.name} is also {' and '.join(p.tied_to)}" for p in bucket.params if p.tied_to)
     ahead = "" if bucket.ahead is None else f", gathered {bucket.ahead} ahead"
-    tiles = f", in {bucket.tiles} tiles" + " of columns" * (bucket.dim == 1) if bucket.tiles > 1 else ""
+    tiles = f", in {bucket.tiles} tiles" if bucket.tiles > 1 else ""
     placement = "" if bucket.placement == DEVICE else f", {bucket.placement}"
     gathered = format_bytes(bucket.gathered_bytes)
     return f"{count}, {gathered}, residency {bucket.residency}{ahead}{tied}{tiles}{placement}"

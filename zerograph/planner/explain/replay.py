@@ -13,7 +13,6 @@ from zerograph.core.step import Param, Step, layer_of, layer_of_activation
 from zerograph.core.units import format_ranks
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
-from zerograph.planner.profile.tiling import strange_loops, unknown_loops
 from zerograph.planner.profile.token_tiles import regions_of, warn_of_whole_layers
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ def replay(given: GivenPlan, step: Step) -> Plan:
             *_parameters(planned, {p.name: p for p in step.params}),
             *_layers(given.plan, step),
             *_tiles(given.plan, step),
-            *unknown_loops(given.plan, step),
         ],
     )
     return given.plan
@@ -55,8 +53,6 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     The plan may be that of another program of the frame, or of another rank; in evaluation a dropout makes nothing, for
     one. Which activations of a layer are saved, and where, decides no collective, so ranks may differ in that.
     """
-    if plan.loops():
-        plan = _loops_of(plan, step)
     if not plan.save and not plan.offload and not plan.head and not plan.token_regions:
         return plan
     made = {op.activation for op in step.ops}
@@ -102,7 +98,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     # Buckets stand in order of first use, which evaluation may change.
     kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
     buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
-    return _loops_of(replace(_without_activations(given.plan), buckets=tuple(buckets)), step)
+    return replace(_without_activations(given.plan), buckets=tuple(buckets))
 
 
 def _of_activations(plan: Plan, step: Step) -> Plan:
@@ -118,12 +114,6 @@ def _of_activations(plan: Plan, step: Step) -> Plan:
 def _without_activations(plan: Plan) -> Plan:
     """``plan`` without what it decides of activations."""
     return replace(plan, recompute=(), save=(), offload=(), loss_tiles=1, head="", **_UNTILED)
-
-
-def _loops_of(plan: Plan, step: Step) -> Plan:
-    """``plan`` without the loops that ``step`` has not: their weights are in tiles of rows, one by one."""
-    gone = strange_loops(plan, step)
-    return replace(plan, buckets=tuple(_by_rows(b, plan.world_size) if b.loop in gone else b for b in plan.buckets))
 
 
 def _by_rows(bucket: Bucket, world_size: int) -> Bucket:

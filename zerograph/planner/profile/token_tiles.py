@@ -21,10 +21,10 @@ TOKEN_TILES = (4, 16)
 """Numbers of tiles that are looked at where nothing fits with tokens whole."""
 
 
-def with_token_tiles(plan: Plan, step: Step, tiles: int, by_sample: bool = False) -> Plan:
-    """``plan`` with its recomputed layers in ``tiles`` over tokens, as far as they can be and their weights are untiled
-    while they are used."""
-    found = tuple(region.activation for region in _regions(plan, step, by_sample)) if tiles > 1 else ()
+def with_token_tiles(plan: Plan, step: Step, tiles: int, by_sample: bool = False, *, leaves: bool = False) -> Plan:
+    """``plan`` with its recomputed layers in ``tiles`` over tokens, as far as they can be; ``leaves``: shards may leave
+    the device later."""
+    found = tuple(region.activation for region in _regions(plan, step, by_sample, leaves)) if tiles > 1 else ()
     return replace(plan, token_tiles=tiles if found else 1, token_regions=found, by_sample=by_sample and bool(found))
 
 
@@ -35,7 +35,7 @@ def in_token_tiles(plan: Plan, step: Step, tiles: int, by_sample: bool = False) 
         warn_of_whole_layers(step, found, tiles)
     elif tiles > 1 and plan.recompute and not found.token_regions:
         why = (
-            "the weights of their MLPs are in tiles"
+            "the weights of their MLPs are in tiles, and do not live on the device"
             if regions_of(step, by_sample=False)
             else "none has an MLP of linear layers, each token by itself, of a fixed number of tokens"
         )
@@ -56,11 +56,22 @@ def warn_of_whole_layers(step: Step, plan: Plan, parts: int) -> None:
         )  # fmt: skip
 
 
-def _regions(plan: Plan, step: Step, by_sample: bool) -> list[TokenRegion]:
+def _regions(plan: Plan, step: Step, by_sample: bool, leaves: bool) -> list[TokenRegion]:
     layers = frozenset(plan.recompute)
-    tiled = {param.name for bucket in plan.buckets if bucket.tiles > 1 for param in bucket.params}
+    whole = to_be_whole(plan, by_sample or leaves)
     fitting = (region for region in regions_of(step, by_sample) if region.layer in layers)
-    return [region for region in fitting if tiled.isdisjoint(region.params)]
+    return [region for region in fitting if whole.isdisjoint(region.params)]
+
+
+def to_be_whole(plan: Plan, everywhere: bool) -> frozenset[str]:
+    """The parameters whose layers cannot run in tiles of tokens, because they are in tiles themselves: those that leave
+    the device, or all ``everywhere``.
+
+    Each tile of tokens gathers and reduces all tiles of a weight, and would move them so often.
+    """
+    tiled = (bucket for bucket in plan.buckets if bucket.tiles > 1)
+    moved = (b for b in tiled if everywhere or not b.placement.parameters == b.placement.spilled == "device")
+    return frozenset(param.name for bucket in moved for param in bucket.params)
 
 
 def regions_of(step: Step, by_sample: bool) -> list[TokenRegion]:

@@ -12,7 +12,7 @@ from zerograph.core.step import Step, TokenRegion
 from zerograph.planner.profile.liveness import Graph, Mode
 from zerograph.planner.profile.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled, with_loss_tiles
 from zerograph.planner.profile.regions import Profile, Works, profile
-from zerograph.planner.profile.tiling import in_loops, looped, tiles_wanted
+from zerograph.planner.profile.tiling import tiles_wanted
 from zerograph.planner.profile.token_tiles import by_token, regions_of, tiles_to_try, with_token_tiles
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step, recomputed_layers
@@ -46,7 +46,6 @@ def variants_of(graph: Graph, constraints: Constraints, machine: Machine) -> lis
     Each has the recompute options between nothing and all saved where the search may choose them. Those are of layers,
     which the tiles of the loss do not touch.
     """
-    graph = _in_loops(graph, constraints)
     base: Mode = "none" if constraints.recompute == "none" else "auto"
     saved_sets = {}
     if constraints.recompute == "auto" and graph.step.training:
@@ -84,30 +83,13 @@ def _loss_tiles(constraints: Constraints, head: Head) -> tuple[int, ...]:
 
 
 def _regions(step: Step, constraints: Constraints, by_sample: bool) -> list[TokenRegion]:
-    """The regions in tiles of tokens where any is: in layers that are recomputed, with weights that are untiled."""
+    """The regions in tiles of tokens where any is: in layers that are recomputed, with weights at hand."""
     layers = recomputed_layers(step, "full" if constraints.recompute == "auto" else constraints.recompute)
-    tiled = tiles_wanted(
-        constraints.tiling, step, constraints.world_size, constraints.bucket_size or DEFAULT_BUCKET_SIZE
-    )
-    return [r for r in regions_of(step, by_sample) if r.layer in layers and tiled.keys().isdisjoint(r.params)]
-
-
-def _in_loops(graph: Graph, constraints: Constraints) -> Graph:
-    """The step with the MLPs in loops whose tiles the user fixed. Where something may leave the device it is not known
-    which of them are, and where tiles are searched they take no more than what is counted for weights in tiles."""
-    if constraints.offload != "none" or not isinstance(constraints.tiling, tuple) or not graph.step.mlps:
-        return graph
-    step, size = graph.step, constraints.bucket_size or DEFAULT_BUCKET_SIZE
-    tiles = tiles_wanted(constraints.tiling, step, constraints.world_size, size)
-    plan = plan_step(
-        step,
-        stage=constraints.sharding,
-        world_size=constraints.world_size,
-        bucket_size=size,
-        prefetch=DEFAULT_PREFETCH,
-        tiles=tiles,
-    )
-    return Graph(looped(step, in_loops(plan, step)))
+    whole = dict[str, int]()
+    if by_sample or constraints.offload != "none":
+        size = constraints.bucket_size or DEFAULT_BUCKET_SIZE
+        whole = tiles_wanted(constraints.tiling, step, constraints.world_size, size)
+    return [r for r in regions_of(step, by_sample) if r.layer in layers and whole.keys().isdisjoint(r.params)]
 
 
 def spaces_of(
@@ -140,7 +122,8 @@ def spaces_of(
         if variant.head is not None:
             plan, untiled = with_loss_tiles(plan, variant.head, variant.loss_tiles), variant.head.params
         if variant.token_tiles > 1:
-            plan = with_token_tiles(plan, step, variant.token_tiles, variant.by_sample)
+            leaves = constraints.offload != "none"
+            plan = with_token_tiles(plan, step, variant.token_tiles, variant.by_sample, leaves=leaves)
             untiled += tuple(name for region in regions_of(step, variant.by_sample) for name in region.params)
         # A model smaller than a bucket gets the same buckets for several sizes.
         if plan not in seen:
