@@ -191,8 +191,34 @@ def test_each_tile_of_tokens_reads_and_reduces_tiles_of_weights(middle: Middle) 
     plan, backward = found[0].plan, found[0].program["backward"].instructions
     for kind in (Gather, Reduce):
         done = [i for i in backward if isinstance(i, kind) and plan.buckets[i.bucket].tiles > 1]
-        assert {4} <= set(Counter((i.bucket, i.tile) for i in done).values()) <= {4, 8, 12}
+        times = Counter((i.bucket, i.tile) for i in done).values()
+        assert times and all(count % 4 == 0 for count in times)
     assert_alike(found, exact(middle, world_size=3))
+
+
+class Wide(nn.Module):
+    """Layers whose MLP is all there is, 64 times as wide as the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 512, bias=False), nn.GELU(), nn.Linear(512, WIDTH, bias=False))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(F.layer_norm(x, (WIDTH,)))
+        return x.square().mean()
+
+
+def test_neither_weights_nor_gradients_nor_hidden_tensors_are_whole() -> None:
+    tokens, weight = 256, 4 * 512 * WIDTH
+    found = harness.dry_run(2, lambda: (Wide(), (torch.zeros(tokens, WIDTH),)), tile={"*": 4}, token_tiles=8)
+    contents = [one for program in found.frame.programs.values() for one in program.contents]
+    assert max(one.bytes for one in contents) == 4 * tokens * 512 // 8
+    assert {one.bytes for one in contents if one.kind == "gathered"} == {weight // 4}
+    assert max(one.bytes for one in contents if one.kind == "gradient") <= weight // 2  # a rank's shard
 
 
 def test_tiles_of_tokens_and_of_weights_give_the_same_bits_on_processes() -> None:

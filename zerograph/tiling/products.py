@@ -139,12 +139,9 @@ def products_by_tokens(grad: fx.Node) -> list[GradientProduct]:
 
 
 def _products(leaf: GradientTerm) -> Iterator[GradientProduct]:
-    if leaf.node.target is not ACCUMULATE:
-        yield GradientProduct(leaf.node, *leaf.node.args, leaf.transposed)  # type: ignore[arg-type]
-        return
     node: Any = leaf.node
     while node is not None:
-        (left, right), into = node.args
+        (left, right), into = node.args if node.target is ACCUMULATE else (node.args, None)
         yield GradientProduct(node, left, right, leaf.transposed)
         node = into
 
