@@ -116,10 +116,6 @@ def _without_activations(plan: Plan) -> Plan:
     return replace(plan, recompute=(), save=(), offload=(), loss_tiles=1, head="", **_UNTILED)
 
 
-def _by_rows(bucket: Bucket, world_size: int) -> Bucket:
-    return replace(bucket, dim=0, loop="", tiles=min(bucket.tiles, bucket.params[0].chunk(world_size)))
-
-
 _NOT_READ = "is in the plan, and the model does not read it"
 
 
