@@ -209,16 +209,18 @@ class Executor:
 
     def _gather(self, instruction: Gather, registers: list[Any]) -> None:
         shards = [registers[r] for r in instruction.reads]
+        arriving, self._arriving = self._arriving, []
         cached = self.cache.lookup(instruction.bucket, instruction.params)
         if cached is None:
             self.telemetry.gathering(self.frame, instruction.bucket, instruction.tile)
             if not instruction.fetched:
                 shards = self.store.fetches.finish(self.store.fetches.start(instruction.params, shards))
             shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]
-            arriving, self._arriving = self._arriving, []
             cached = self.comm.start_gather(instruction.params, shards, arriving)
             registers[instruction.out] = (instruction.params, cached)
         else:
+            for wait in arriving:  # for nobody reads what came, and its memory is let go of
+                wait()
             registers[instruction.out] = (None, cached)
 
     def _wait_gather(self, instruction: WaitGather, registers: list[Any]) -> None:
@@ -258,7 +260,8 @@ class Executor:
         if isinstance(pending, Returning):
             found = self.store.saved.finish(pending)
         elif pending is not None and instruction.by_gather:
-            found, self._arriving = pending.shards, [copy.wait for copy in pending.copies]
+            found = pending.shards
+            self._arriving += [copy.wait for copy in pending.copies]
         elif pending is not None:
             found = self.store.fetches.finish(pending)
         for register, tensor in zip(instruction.outs, found, strict=True):
