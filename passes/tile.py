@@ -53,9 +53,8 @@ def tile(gm: fx.GraphModule, plan: Plan) -> int:
         ConfigError: the graph uses a parameter in a way that its tiles cannot be.
     """
     tiled = {bucket.params[0].name: bucket for bucket in plan.buckets if bucket.tiles > 1}
-    # Those that have a tile are of a loop.
-    read = [m for m in markers(gm.graph, UNSHARD) if m.name in tiled and m.tile is None]
-    reduced = [m for m in markers(gm.graph, REDUCE_GRAD) if m.name in tiled and m.tile is None]
+    read = [m for m in markers(gm.graph, UNSHARD) if m.name in tiled]
+    reduced = [m for m in markers(gm.graph, REDUCE_GRAD) if m.name in tiled]
     inserted = 0
     for marker in read:
         inserted += _RowTiles(gm.graph, tiled[marker.name], plan.world_size, marker).use()

@@ -1,5 +1,7 @@
 #include "group.h"
 
+#include <c10/core/InferenceMode.h>
+
 #include <utility>
 
 #include "operators.h"
@@ -13,7 +15,9 @@ using c10d::Work;
 using Works = c10::intrusive_ptr<Work>;
 using Tensors = std::vector<at::Tensor>;
 
+// Threads that write to them are in no inference mode, as no kernel of a GPU is.
 Tensors kernels(const Tensors& tensors) {
+  const c10::InferenceMode everywhere(false);
   Tensors found;
   for (const auto& tensor : tensors) found.push_back(tensor.is_cpu() ? tensor : seen_by_kernels(tensor));
   return found;

@@ -88,3 +88,18 @@ def test_stages_agree_on_two_ranks_of_one_gpu() -> None:
     assert results[0] == pytest.approx(plain, rel=1e-4)
     # Equal bits are promised on a CPU: a GPU's kernels may add up in another order in each run.
     assert all(losses == pytest.approx(results[0], rel=1e-5) for losses in results)
+
+
+def _evaluates() -> tuple[float, float]:
+    compiled, batch = torch.compile(_model().to(here()), backend=backend(stage=3)), _batch()
+    compiled(batch).float().pow(2).mean().backward()
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found.append(compiled(batch).float().pow(2).mean().item())
+    return found[0], found[1]
+
+
+def test_two_ranks_evaluate_in_inference_mode() -> None:
+    for without, inference in run(2, _evaluates):
+        assert inference == without > 0

@@ -156,10 +156,10 @@ def plan(
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say, model_code(verbose):
         say("importing torch and the model")
-        from zerograph.dryrun.compile_only import device_to_trace
+        name, make = _model(model, size, options["batch"], options["seq"])
+        from zerograph.dryrun.compile_only import device_to_trace  # behind the model, whose folder may hide a module
 
         options["device"] = device_to_trace(options.get("device"), machine)
-        name, make = _model(model, size, options["batch"], options["seq"])
         say(f"tracing {name} for {options['world']} simulated ranks, with the operators of {options['device']}")
         if what is None:
             from zerograph.dryrun.forecast import plan_file
