@@ -46,7 +46,9 @@ class Nowhere:
     def abort(self, reason: str) -> None:
         """Nobody to tell."""
 
-    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
+    def start_gather(
+        self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Any] = ()
+    ) -> list[Tensor]:
         """Nothing to do."""
         return self.full
 

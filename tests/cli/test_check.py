@@ -40,7 +40,7 @@ def test_less_memory_fails_with_instruction_module_and_line(plan: Path) -> None:
     result = run(plan, "--memory", "8MiB")
     assert result.exit_code == 1
     assert result.stdout.splitlines()[:2] == [
-        "failed  budget       device holds 16 MiB at 5.92181e-05 s, 8 MiB more than its budget of 8 MiB",
+        "failed  budget       device holds 16 MiB at 5.78181e-05 s, 8 MiB more than its budget of 8 MiB",
         "                     at task 4, forward blocks.0, blocks.0, model.py:8",
     ]
     assert run(plan, "--memory", "1GiB").exit_code == 0

@@ -84,9 +84,9 @@ def _record(name: str, sent: list[tuple[str, int]], monkeypatch: pytest.MonkeyPa
     """Note how many bytes each collective takes from this rank."""
     original = getattr(GroupCommunicator, name)
 
-    def recorded(self: GroupCommunicator, params: Any, tensors: Any) -> Any:
+    def recorded(self: GroupCommunicator, params: Any, tensors: Any, *behind: Any) -> Any:
         sent.append((name, sum(t.numel() * t.element_size() for t in tensors)))
-        return original(self, params, tensors)
+        return original(self, params, tensors, *behind)
 
     monkeypatch.setattr(GroupCommunicator, name, recorded)
 

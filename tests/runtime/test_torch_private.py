@@ -53,7 +53,7 @@ def test_the_end_of_a_backward() -> None:
 
 def _interrupted(group: dist.ProcessGroup) -> None:
     with torch_private.coalescing(group):
-        _all_gather(torch.zeros(2), torch.ones(2), group=group, async_op=True)
+        _all_gather(torch.zeros(2), torch.ones(2), group=group)
         raise ZeroDivisionError
 
 
@@ -73,11 +73,10 @@ def test_process_groups(group: dist.ProcessGroup) -> None:
     with pytest.raises(ZeroDivisionError):
         _interrupted(group)
     gathered = [torch.zeros(2), torch.zeros(3, dtype=torch.bfloat16)]
-    with torch_private.coalescing(group) as manager:
+    with torch_private.coalescing(group):
         for each in gathered:
-            _all_gather(each, torch.ones_like(each), group=group, async_op=True)
+            _all_gather(each, torch.ones_like(each), group=group)
         assert not any(each.any() for each in gathered)
-    manager.wait()
     assert all(each.eq(1).all() for each in gathered)
 
 
