@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from facts import append_json
+from model import Block
 from published_runs import CPU_ADAM, GPU_ADAM, LEFT, MACHINES, ONE_ADAPTER, OUT_OF_MEMORY, RUNS, SOURCES, Run
 from rich.console import Console
 from rich.table import Table
@@ -61,27 +62,8 @@ ADAM_BYTES = 28
 """Bytes of each parameter that an fp32 update reads (parameter, gradient, two moments) and writes (all but one)."""
 
 
-class Block(nn.Module):
-    """A block of MPT and of Megatron's GPT: biases everywhere, and an MLP of four times the width."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, seq, dim = x.shape
-        heads = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, dim // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, seq, dim))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class Gpt(nn.Module):
-    """Such blocks between an embedding and a head that share their weight."""
+    """MPT, and Megatron's GPT: biases everywhere, and an embedding and a head that share their weight."""
 
     def __init__(self, layers: int, dim: int, heads: int, vocab: int, seq: int) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from zerograph.core.plan import Param, ParamTile, Plan
+from zerograph.core.plan import Bucket, Param, ParamTile, Plan
 from zerograph.graph.nodes import call
 from zerograph.graph.ops import FETCH, GATHER, WAIT_FETCH
 
@@ -34,18 +34,14 @@ def fetch(gm: fx.GraphModule, plan: Plan) -> int:
         if plan.buckets[gather.args[1]].placement.parameters != "device"  # type: ignore[index]
     ]
     for gather in offloaded:
-        bucket = plan.buckets[gather.args[1]]  # type: ignore[index]
-        (wait_gather,) = gather.users
-        on_device = not wait_gather.meta["val"][0].is_cpu
-        # The last tile may have to be padded, which computes.
-        _fetch(gm.graph, gather, by_gather=on_device and bucket.placement.parameters == "host" and bucket.tiles == 1)
+        _fetch(gm.graph, gather, plan.buckets[gather.args[1]])  # type: ignore[index]
     if offloaded:
         gm.graph.lint()
         gm.recompile()
     return len(offloaded)
 
 
-def _fetch(graph: fx.Graph, gather: fx.Node, by_gather: bool) -> None:
+def _fetch(graph: fx.Graph, gather: fx.Node, bucket: Bucket) -> None:
     shards, transfer = gather.args[0], gather.meta["zg"]
     # Unsharded parameters stay on the device.
     there = [(k, shard) for k, shard in enumerate(shards) if transfer.params[k].sharded]  # type: ignore[arg-type, union-attr]
@@ -56,8 +52,11 @@ def _fetch(graph: fx.Graph, gather: fx.Node, by_gather: bool) -> None:
     vals = [_here(shard.meta["val"], p) for shard, p in zip(fetched, params, strict=True)]  # type: ignore[union-attr]
     with graph.inserting_before(gather):
         pending = call(graph, FETCH, (fetched, *transfer.part), gather.meta["val"], gather)
+    (wait_gather,) = gather.users
+    on_device = not wait_gather.meta["val"][0].is_cpu
+    # The last tile may have to be padded, which computes.
+    by_gather = on_device and bucket.placement.parameters == "host" and bucket.tiles == 1
     if not by_gather:
-        (wait_gather,) = gather.users
         wait_gather.prepend(gather)
     with graph.inserting_before(gather):
         wait = call(graph, WAIT_FETCH, (pending, fetched, *transfer.part), vals, gather)

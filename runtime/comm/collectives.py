@@ -242,11 +242,12 @@ class GroupCommunicator:
         self._doing, self.steps = "", 0
         self._flying: set[_Flight] = set()
         self._connected = 0  # the generation of the connections
-        self.name = f"torch.distributed ({backend_name(group, device)})"
+        transport = backend_name(group, device)
+        self.name = f"torch.distributed ({transport})"
         self.rank, self.world_size = group.rank(), group.size()
-        self.coalesces = backend_name(group, device) == "nccl"
-        self.compares = rendezvous is not None and backend_name(group, device) == "gloo"
-        has_streams = device.type != "cpu" and backend_name(group, device) != "gloo"
+        self.coalesces = transport == "nccl"
+        self.compares = rendezvous is not None and transport == "gloo"
+        has_streams = device.type != "cpu" and transport != "gloo"
         self._gathers, self._reductions = (OwnStream(device) if has_streams else None for _ in range(2))
         two = has_streams and gathers and group.size() > 1
         self.reduce_group = second_group(group, device) if two else group
@@ -393,7 +394,7 @@ class GroupCommunicator:
         self._begun()
         if self._gathers is None:
             received, flat = self._messages(padded_shards(params, shards, self.world_size, self.device))
-            flight = self._fly(_all_gather(received, flat, group=self.group, async_op=True))
+            flight = self._launch(None, _all_gather, received, flat, group=self.group)
             return _PendingGather(params, full, [flight], [received], [flat])
         with self._gathers.behind(behind):
             # What is made here has memory of this stream, and goes back to it.
@@ -453,7 +454,7 @@ class GroupCommunicator:
         send = gradient_message(params, grads, dtype, self.world_size, self.device)
         if self.compares:  # as gloo does by itself, in twice the time, and then its wait has no timeout
             out = send[self.rank]
-            flight = self._fly(dist.all_reduce(send, group=self.reduce_group, async_op=True))
+            flight = self._launch(None, dist.all_reduce, send, group=self.reduce_group)
         else:
             out = send.new_empty(sum(lengths))
             flight = self._launch(self._reductions, _reduce_scatter, out, send.view(-1), group=self.reduce_group)

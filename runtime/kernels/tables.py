@@ -54,20 +54,22 @@ def table(
         shared: numbers that all tensors share.
         device: where the kernels run.
     """
-    rows = tuple(map(tuple, (*addresses, *numbers)))
-    columns = _columns(rows, device, _stream(device))
-    aligned = not any(address % _VECTOR for column in addresses for address in column)
+    of_addresses, of_numbers = tuple(map(tuple, addresses)), tuple(map(tuple, numbers))
+    columns, aligned = _columns(of_addresses, of_numbers, device, _stream(device))
     return NumberTable(columns, _sent(torch.tensor(shared, dtype=torch.float64), device), aligned)
 
 
 # In training the same tensors, or others in the memory that these had, are worked on in each step. What one stream has
 # copied another one may not find yet.
 _KEPT = 1024
+_Columns = tuple[tuple[int, ...], ...]
 
 
 @functools.lru_cache(_KEPT)
-def _columns(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    return _sent(torch.tensor(rows, dtype=torch.int64), device)
+def _columns(addresses: _Columns, numbers: _Columns, device: torch.device, stream: int) -> tuple[Tensor, bool]:
+    """The columns of a table, and whether the addresses are aligned."""
+    aligned = not any(address % _VECTOR for column in addresses for address in column)
+    return _sent(torch.tensor((*addresses, *numbers), dtype=torch.int64), device), aligned
 
 
 def _sent(numbers: Tensor, device: torch.device) -> Tensor:

@@ -260,17 +260,20 @@ class _Carrier:
             for mine, theirs in zip(own[layer], other[like], strict=True):
                 index[target.plan.buckets[mine].name] = theirs
         self._like = [index[bucket.name] for bucket in target.plan.buckets]
+        # A share of layers that the user wants recomputed is the rule's, layer by layer.
+        scheduler = target.scheduler
+        recomputed, _ = scheduler.profile.recomputed(scheduler.options(target.plan))
+        self._recomputes = set(recomputed) in (set(), set(scheduler.profile.layers))
 
     def __call__(self, plan: Plan) -> Plan:
-        source, target, does_as = self._source.scheduler, self._target.scheduler, self._does_as
-        base, profile = self._target.plan, target.profile
+        source, does_as = self._source.scheduler, self._does_as
+        base, profile = self._target.plan, self._target.scheduler.profile
         buckets = tuple(
             replace(bucket, **{name: getattr(plan.buckets[like], name) for name in _OF_BUCKET})
             for bucket, like in zip(base.buckets, self._like, strict=True)
         )
         found = {name: getattr(plan, name) for name in _OF_PLAN}
-        # A share of layers that the user wants recomputed is the rule's, layer by layer.
-        if set(profile.recomputed(target.options(base))[0]) in (set(), set(profile.layers)):
+        if self._recomputes:
             now = dict(zip(source.profile.layers, source.options(plan), strict=True))
             found["recompute"], found["save"] = profile.recomputed(
                 [now[does_as.get(layer, layer)] for layer in profile.layers]
