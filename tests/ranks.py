@@ -12,6 +12,7 @@ import gc
 import logging
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -98,7 +99,7 @@ class _Group:
         for rank, pipe in enumerate(self.pipes):
             # Once a rank failed, the others may wait for it in a collective: give them a moment only.
             if not pipe.poll(timeout if not failures else 10.0):
-                failures[rank] = f"no answer within {timeout:.0f} s"
+                failures[rank] = f"no answer within {timeout:.0f} s\n{self._where(rank)}"
                 continue
             try:
                 ok, value = pipe.recv()
@@ -114,6 +115,14 @@ class _Group:
             self.close()
             raise RankFailure(failures)
         return results
+
+    def _where(self, rank: int) -> str:
+        """Where each thread of a rank is that does not answer."""
+        process = self.processes[rank]
+        if process.is_alive() and process.pid:
+            os.kill(process.pid, signal.SIGUSR1)
+            process.join(1.0)  # time to write; it goes on after that
+        return _crash(self.store, rank)
 
     def close(self) -> None:
         self.alive = False
@@ -144,7 +153,9 @@ def _crash(store: str, rank: int) -> str:
 
 def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    faulthandler.enable(os.open(f"{store}.{rank}.crash", os.O_CREAT | os.O_WRONLY))
+    crash = os.open(f"{store}.{rank}.crash", os.O_CREAT | os.O_WRONLY)
+    faulthandler.enable(crash)
+    faulthandler.register(signal.SIGUSR1, crash)
     import torch
     import torch.distributed as dist
     from conftest import COLLECT
