@@ -25,7 +25,7 @@ import torch.distributed as dist
 from model import Workload, batches, build_model, called
 from namespaces import INTERFACE, Host
 from torch.distributed.tensor import DTensor
-from variants import Trainer, group_parameters, missing, parse
+from variants import Trainer, group_parameters, missing, parse, part_by_part
 
 LOG_TAIL = 4000  # characters of a failed process's output that are shown
 BARE = "bare"  # the spec of a crew without a model
@@ -86,8 +86,10 @@ class Worker:
 
     def build(self) -> None:
         variant, options = parse(self.job.spec)
+        parts = options.pop("loop", 1)
         self.trainer = variant.build(build_model(self.job.work), self.job.work, options)
         self.trainer.forward = called(self.job.work, self.trainer.forward)
+        self.trainer.forward = part_by_part(self.trainer.forward, parts)
         self.data = batches(self.job.work, self.job.rank)
 
     def imports(self) -> None:

@@ -2,13 +2,16 @@
 
     python benchmarks/hosts.py                       # 2 hosts of 2 ranks, links of 200 Mbit/s
     python benchmarks/hosts.py --rate 1gbit --rounds 9
+    python benchmarks/hosts.py --parts 8 --batch 8   # a batch in parts, beside a loop that accumulates gradients
 
 Hosts are network namespaces of this machine (`namespaces.py`); ranks of one share its memory, and between hosts there
 is gloo over a link that `tc` shapes. It takes root and `iproute2`.
 
 Prediction. By bytes: of P bytes of fp32 parameters a flat stage 3 sends 2.9 P per host and step (gloo's ring passes
 every gather and reduction through each host), and replicas 1.0 P, the all-reduce of the shards. At 200 Mbit/s that is
-the step: replicas take 0.4 of the flat step's time, and no longer than `fully_shard` on the same mesh.
+the step: replicas take 0.4 of the flat step's time, and no longer than `fully_shard` on the same mesh. In parts of the
+batch each weight is gathered twice and reduced once, whatever the parts: of eight an eighth of the loop's bytes, and
+0.2 of its time, as the link is what a step waits for.
 
 Method. As in `step.py`: each variant has its own processes, the order rotates from round to round, ratios are taken
 within a round, and losses are compared with DDP's. Bytes are those that the first host has sent meanwhile.
@@ -40,6 +43,8 @@ def main() -> int:
     args = arguments()
     work = Workload(args.layers, args.dim, args.dim // 64, 2048, args.batch, args.seq)
     specs = [REFERENCE, "ddp-compiled", *FLAT, *(f"{spec}:replicas={args.hosts}" for spec in FLAT)]
+    if args.parts > 1:
+        specs = [REFERENCE, *(f"{spec}:loop={args.parts}" for spec in FLAT), f"zg3:batch_tiles={args.parts}"]
     facts, load = machine_facts("cpu"), Load()
     OUT.print(f"{work.describe()}\n{args.hosts} hosts of {args.ranks} ranks, {args.rate}; {describe(facts)}")
     with Hosts(args.hosts, args.rate) as hosts:
@@ -63,6 +68,7 @@ def arguments() -> argparse.Namespace:
     add("--dim", type=int, default=256)
     add("--batch", type=int, default=2, help="sequences per rank")
     add("--seq", type=int, default=128)
+    add("--parts", type=int, default=1, help="parts of each rank's batch, one after another")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=3, help="timed steps per variant and round")
     add("--timeout", type=float, default=600, help="seconds a command may take before its variant counts as hung")

@@ -2,7 +2,8 @@
 
 A variant is named as `ddp` or, with options, as `zg3:bucket_size=8MiB:prefetch=2`; options are the keyword arguments
 of whatever the variant wraps the model in (`DistributedDataParallel`, `fully_shard`, `torch.compile`,
-`zerograph.backend`, DeepSpeed's "zero_optimization"). All use the same `torch.optim.AdamW`.
+`zerograph.backend`, DeepSpeed's "zero_optimization"). All use the same `torch.optim.AdamW`. With `loop=8` any of them
+accumulates the gradients of eight parts of the batch, one `backward()` after another.
 """
 
 from __future__ import annotations
@@ -292,6 +293,24 @@ def missing(spec: str) -> str | None:
     """Why this variant cannot run here, or None."""
     module = parse(spec)[0].module
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
+
+
+def part_by_part(forward: Callable[[Tensor, Tensor], Tensor], parts: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """`forward` for so many parts of the batch, each but the last with its backward; returns the loss of all, of which
+    the backward of the last part is left."""
+    if parts == 1:
+        return forward
+
+    def call(tokens: Tensor, targets: Tensor) -> Tensor:
+        *first, last = zip(tokens.chunk(parts), targets.chunk(parts), strict=True)
+        total = torch.zeros((), device=tokens.device)
+        for part in first:
+            loss = forward(*part) / parts
+            loss.backward()
+            total += loss.detach()
+        return forward(*last) / parts + total
+
+    return call
 
 
 def autocast(model: Callable[..., Any], work: Workload) -> Callable[..., Any]:
