@@ -218,6 +218,19 @@ def test_largest_fills_the_memory(model: Path, tmp_path: Path) -> None:
     assert missing.exit_code == 1 and "error: the step needs" in missing.stderr
 
 
+def test_a_loop_of_micro_batches_is_priced(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "loop.json"
+    result = run(f"{model}:small", "--world", "2", "--accumulate", "4", "-o", str(out))
+    assert re.search(r"of it +3 of 4 micro-batches take .+ each, and the last .+, with the update", result.stdout)
+    file = PlanFile.from_json(out.read_text())
+    html = tmp_path / "loop.html"
+    shown = json.loads(CliRunner().invoke(main, ["show", str(out), "--json", "--html", str(html)]).stdout)
+    assert (shown["micro_batches"], shown["earlier"]) == (4, file.earlier)
+    assert "3 of 4 micro-batches take" in html.read_text()
+    refused = run(f"{model}:small", "--accumulate", "4", "--largest", "batch")
+    assert "--accumulate is given with --largest batch" in refused.stderr
+
+
 def test_largest_resizes_the_inputs_that_a_model_brings(model: Path) -> None:
     result = run(f"{model}:by_keyword", "--world", "4", "--memory", "32MiB", "--largest", "seq", "--json")
     assert result.exit_code == 0, result.stderr

@@ -59,6 +59,7 @@ _UPDATED = "Where states on the host are updated; auto is the faster."
 _SAVED = "Where saved activations wait for the backward; auto is the device, or with --offload a choice by layer."
 _TILE = "Tiles of each large weight of a linear layer; auto has none, or chooses with --offload."
 _LOSS_TILES = "Tiles of tokens that head and loss run in; auto has one, or chooses with --offload."
+_ACCUMULATE = "Micro-batches of a step, of --batch sequences each; the plan is that of one."
 _CHOSEN = "chosen at stage auto and with --offload"
 RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 STAGE = Parsed("0|1|2|3|auto", _stage)
@@ -111,6 +112,7 @@ TILES = Parsed("auto|N", _tiles)
 @click.option("--loss-tiles", type=TILES, default="auto", show_default=True, help=_LOSS_TILES)
 @click.option("--token-tiles", type=TILES, default="auto", show_default=True, help=_TOKEN_TILES)
 @click.option("--batch-tiles", type=TILES, default="auto", show_default=True, help=_BATCH_TILES)
+@click.option("--accumulate", "micro_batches", type=click.IntRange(1), default=1, show_default=True, help=_ACCUMULATE)
 @click.option("--loss-only", is_flag=True, help="Training returns its loss alone.")
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states per parameter.")
 @click.option("--whole", is_flag=True, help="Trace every layer, not a few of those that are alike.")
@@ -149,6 +151,8 @@ def plan(
     size = _size(model, **extents)
     memory = options.pop("memory")
     machine = machine_from(options.pop("machine"), memory).with_precision(options.pop("precision"))
+    if what is not None and options.pop("micro_batches") > 1:
+        raise ConfigError(f"--accumulate is given with --largest {what}", "find the largest first, then plan that")
     if memory is not None and options["offload"] == "none" and what is None:
         options["memory"] = memory  # to search within, whatever the stage
     options["repeat_layers"] = not options.pop("whole")

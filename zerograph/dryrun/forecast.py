@@ -18,6 +18,7 @@ from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.plan_file import file_from_search
 from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.forecasts import forecast_programs
+from zerograph.planner.programs.micro_batches import seconds_of_passes
 from zerograph.planner.programs.open_placements import open_placements, open_tiers
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.search.constraints import Constraints
@@ -44,6 +45,7 @@ def plan_file(
     tier: Tier | None = None,
     overlap: Overlap | Literal["auto"] = "none",
     update: Update | Literal["auto"] = "host",
+    micro_batches: int = 1,
     repeat_layers: bool = True,
     device: str = "cpu",
     **options: Any,
@@ -65,6 +67,7 @@ def plan_file(
         offload, tier, overlap, update: as in :class:`~zerograph.planner.search.constraints.Constraints`. Unless
             ``offload`` is "none", the plan is searched over all tiers of ``machine``, and forecast from its schedule:
             no program is lowered for it.
+        micro_batches: batches whose gradients are accumulated before an update; the plan is that of one.
         repeat_layers, device: see :func:`zerograph.dryrun.compile_only.compile_only`.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
             Plans with ``activations`` on a tier that no program reaches on ``machine`` are forecast like others that
@@ -72,12 +75,18 @@ def plan_file(
 
     Raises:
         ConfigError: a tier without offload, ``memory`` with it, an offload that the stage or the machine does not
-            allow, or an overlap without it or on a CPU.
+            allow, an overlap without it or on a CPU, or with several micro-batches.
         InfeasibleError: no plan that is searched for fits.
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
     compute = torch_compute_dtype(dtype, world, offload)
     refuse_offload(offload, tier, machine, world * replicas, options.get("stage", 3), overlap, update)
+    if micro_batches > 1 and overlap != "none":
+        raise ConfigError(
+            f"overlap {overlap} is given, and {micro_batches} micro-batches: updates would stand beside the first of them, "
+            "and the last one is forecast",
+            "leave one of the two out; the whole batch in parts, --batch-tiles, has any overlap",
+        )
     if offload != "none" and memory is not None:
         raise ConfigError("memory cannot be given with offload", "give a machine with that memory")
     saved = options.get("activations", "auto")
@@ -96,8 +105,9 @@ def plan_file(
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
         return file_from_search(
-            name, step, constraints, machine, moments=moments, reserve=reserve, tokens=compiled.tokens
-        )
+            name, step, constraints, machine, moments=moments, reserve=reserve, tokens=compiled.tokens,
+            micro_batches=micro_batches,
+        )  # fmt: skip
     if options.get("stage") == "auto" or sizes is not None or memory is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
 
@@ -106,7 +116,8 @@ def plan_file(
             make, world_size=world, replicas=replicas, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers,
             dtype=compute, moments=moments, device=device, **options | more,
         )  # fmt: skip
-        return forecast_file(name, found, machine, moments=moments, reserve=reserve), found.searched
+        file = forecast_file(name, found, machine, moments=moments, reserve=reserve, micro_batches=micro_batches)
+        return file, found.searched
 
     return within(planned_file) if sizes is None and "memory" in options else planned_file()[0]
 
@@ -196,13 +207,20 @@ def refuse_offload(
 
 
 def forecast_file(
-    name: str, compiled: Compiled, machine: Machine, *, moments: int = 2, reserve: float = 0.0
+    name: str,
+    compiled: Compiled,
+    machine: Machine,
+    *,
+    moments: int = 2,
+    reserve: float = 0.0,
+    micro_batches: int = 1,
 ) -> PlanFile:
     """The plan file of a model that was compiled already: what :func:`plan_file` does after tracing."""
     frame = compiled.frame
     # The optimizer decides where its updates run, and the forecast of programs has them behind the backward.
     plan = replace(frame.plan, overlap="none")
-    found = forecast_programs([frame.programs["forward"], frame.programs["backward"]], plan, machine, moments=moments)
+    passes = [frame.programs["forward"], frame.programs["backward"]]
+    found = forecast_programs(passes, plan, machine, moments=moments, adds=micro_batches > 1)
     flops = sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
     rates = Rates.of(machine, plan)
     config = compiled.config
@@ -220,4 +238,6 @@ def forecast_file(
         tokens=compiled.tokens,
         flops=flops,
         programs=found.programs,
+        micro_batches=micro_batches,
+        earlier=(micro_batches - 1) * seconds_of_passes(passes, plan, rates),
     )

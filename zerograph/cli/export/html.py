@@ -24,7 +24,7 @@ from zerograph.cli.export.labels import (
 )
 from zerograph.cli.export.page_data import MEASURED, page_data
 from zerograph.cli.export.picture import peak_bytes
-from zerograph.cli.view.summary import of_peak
+from zerograph.cli.view.summary import micro_batches, of_peak
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import TIER_NAMES
@@ -104,7 +104,8 @@ def _tiles(file: PlanFile) -> list[str]:
     forecast = file.forecast
     exposed = forecast.exposed_communication
     share = f"{exposed / forecast.seconds:.0%} of the step" if forecast.seconds else ""
-    tiles = [_tile("Step time", picture_seconds(forecast.seconds), f"{len(forecast.spans)} instructions")]
+    shown = f"{len(forecast.spans)} instructions" if file.micro_batches == 1 else f"{micro_batches(file)}, shown here"
+    tiles = [_tile("Step time", picture_seconds(file.seconds), shown)]
     if file.tokens:
         tiles.append(_tile("Tokens per second", f"{file.tokens_per_second:,.0f}", "all ranks"))
     if file.flops:

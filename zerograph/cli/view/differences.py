@@ -135,7 +135,8 @@ def _peaks(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
 
 
 def _seconds(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
-    yield Difference("seconds", "step", a.forecast.seconds, b.forecast.seconds)
+    yield Difference("seconds", "step", a.seconds, b.seconds)
+    yield Difference("seconds", "earlier micro-batches", a.earlier, b.earlier)
     exposed = a.forecast.exposed_communication, b.forecast.exposed_communication
     yield Difference("seconds", "exposed communication", *exposed)
     mine, theirs = a.forecast.busy(), b.forecast.busy()

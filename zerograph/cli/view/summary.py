@@ -34,6 +34,8 @@ def as_data(file: PlanFile, beside: Beside | None) -> dict[str, Any]:
         "prefetch": plan.prefetch,
         "buckets": len(plan.buckets),
         **_outcome(forecast),
+        "micro_batches": file.micro_batches,
+        "earlier": file.earlier,
         "tokens_per_second": file.tokens_per_second,
         "model_flops_utilization": file.model_flops_utilization,
         "peak_flops": file.peak_flops,
@@ -68,6 +70,8 @@ def headline(file: PlanFile, beside: Beside | None) -> list[Sequence[Cell]]:
         ["machine", file.machine.title],
         ["step", ", ".join(_speed(file, measured))],
     ]
+    if file.micro_batches > 1:
+        rows.append(["of it", f"{micro_batches(file)}, with the update, which is what follows"])
     if beside is not None:
         rows.append(
             ["re-timed", f"{_retimed(beside.measured, beside.retimed)}, with the run's segments, transfers and update"]
@@ -82,6 +86,13 @@ def headline(file: PlanFile, beside: Beside | None) -> list[Sequence[Cell]]:
     if forecast.not_counted:
         rows.append(["not counted", ", ".join(forecast.not_counted)])
     return rows
+
+
+def micro_batches(file: PlanFile) -> str:
+    """The parts of a step that accumulates."""
+    before = file.micro_batches - 1
+    each, last = format_seconds(file.earlier / before), format_seconds(file.forecast.seconds)
+    return f"{before} of {file.micro_batches} micro-batches take {each} each, and the last {last}"
 
 
 def _retimed(measured: Forecast, retimed: Forecast) -> str:
@@ -99,7 +110,7 @@ def _bound(forecast: Forecast) -> str:
 
 
 def _speed(file: PlanFile, measured: Forecast | None) -> Iterator[str]:
-    seconds = file.forecast.seconds
+    seconds = file.seconds
     yield format_seconds(seconds) + _against(seconds, measured.seconds if measured else None)
     if file.tokens:
         yield f"{_three_digits(file.tokens_per_second)} tokens/s"

@@ -25,7 +25,7 @@ from zerograph.core.step import Kind
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import is_number
 
-VERSION = 9
+VERSION = 10
 _MADE = "give what `zerograph plan -o plan.json` wrote"
 
 
@@ -89,9 +89,11 @@ class PlanFile:
         holdings: what memory is used for.
         reasons: decisions, most important first.
         passes: what they did, in order.
-        tokens: tokens per rank and step; 0 when unknown.
-        flops: operations of matrix products per rank and step.
+        tokens: tokens per rank and micro-batch; 0 when unknown.
+        flops: operations of matrix products per rank and micro-batch.
         programs: of the step, which the forecast simulates: forward, backward and update.
+        micro_batches: backwards before an update. The forecast is of the last of them, and of the update.
+        earlier: seconds of those before it, together.
     """
 
     model: str
@@ -105,13 +107,20 @@ class PlanFile:
     tokens: int = 0
     flops: int = 0
     programs: tuple[Program, ...] = ()
+    micro_batches: int = 1
+    earlier: float = 0.0
     version: int = field(default=VERSION, init=False)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step, all micro-batches together."""
+        return self.earlier + self.forecast.seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all ranks together."""
-        seconds = self.forecast.seconds
-        return self.tokens * self.plan.ranks / seconds if seconds else 0.0
+        seconds = self.seconds
+        return self.tokens * self.micro_batches * self.plan.ranks / seconds if seconds else 0.0
 
     @property
     def peak_flops(self) -> float:
@@ -122,8 +131,8 @@ class PlanFile:
     @property
     def model_flops_utilization(self) -> float:
         """Share of :attr:`peak_flops` that the model's own products use (MFU); what is recomputed counts once."""
-        rate, seconds = self.peak_flops, self.forecast.seconds
-        return self.flops / rate / seconds if rate and seconds else 0.0
+        rate, seconds = self.peak_flops, self.seconds
+        return self.flops * self.micro_batches / rate / seconds if rate and seconds else 0.0
 
     @property
     def unexecuted(self) -> str:
@@ -153,6 +162,8 @@ class PlanFile:
             "tokens": self.tokens,
             "flops": self.flops,
             "programs": programs_data(self.programs),
+            "micro_batches": self.micro_batches,
+            "earlier": self.earlier,
         }
 
     @classmethod
@@ -196,6 +207,8 @@ class PlanFile:
             tokens=data["tokens"],
             flops=data["flops"],
             programs=programs_of(data["programs"]),
+            micro_batches=data["micro_batches"],
+            earlier=data["earlier"],
         )
 
 
@@ -207,7 +220,8 @@ def _require_numbers(data: dict[str, Any]) -> None:
         _require(f"memory of {tier}", [number for point in curve for number in point], int | float)
     for tier, peak in data["peaks"].items():
         _require(f"peak of {tier}", [peak["bytes"], peak["task"]], int)
-    _require("tokens and flops", [data["tokens"], data["flops"]], int | float)
+    _require("tokens and flops", [data["tokens"], data["flops"], data["earlier"]], int | float)
+    _require("micro_batches", [data["micro_batches"]], int)
 
 
 def _require(what: str, values: Iterable[Any], kind: type | UnionType) -> None:

@@ -13,7 +13,6 @@ from functools import lru_cache
 
 from zerograph.core.files.planfile import Holding
 from zerograph.core.garbage import without_gc
-from zerograph.core.instructions import Collective, WaitGather, WaitReduce
 from zerograph.core.machine import TIERS, Machine, Tier, offload_tier
 from zerograph.core.param_bytes import shard_bytes, sizes_of_states
 from zerograph.core.plan import Bucket, Plan
@@ -30,6 +29,7 @@ from zerograph.planner.profile.regions import Profile, profile
 from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.depths import continued, peaks_by_part
 from zerograph.planner.programs.forecasts import KINDS
+from zerograph.planner.programs.micro_batches import earlier_passes, gradients_left
 from zerograph.planner.programs.placement import between_steps
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
@@ -180,7 +180,7 @@ def _planned(preset: Preset, layers: int) -> tuple[Scheduler, Plan, tuple[Holdin
     scheduler = _scheduler(replace(preset, strategy=Strategy(0, tiles=strategy.tiles)), layers, sharded, moments)
     held = (
         *between_steps(plan, sizes_of_states(step.params, world, moments), scheduler.rates.staging),
-        *_added(preset, plan),
+        *(gradients_left(plan) if preset.training.accumulate > 1 else ()),
     )
     return scheduler, plan, held
 
@@ -191,16 +191,6 @@ def _tiles(bucket: Bucket, preset: Preset) -> int:
         return 1
     most = bucket.params[0].chunk(preset.world_size)
     return min(preset.strategy.tiles, -(-bucket.gathered_bytes // preset.training.bucket_size), most)
-
-
-def _added(preset: Preset, plan: Plan) -> Iterator[Holding]:
-    """The gradients of earlier micro-batches, to which those of the next are added: whole ones below stage 2."""
-    for bucket in plan.buckets if preset.training.accumulate > 1 else ():
-        for param in bucket.params:
-            tier: Tier = bucket.placement.spilled if param.sharded and plan.stage > 1 else "device"
-            full = param.elements * ITEM_SIZE[param.reduce_dtype]
-            size = shard_bytes(param, plan.world_size) if plan.stage > 1 else full
-            yield Holding(f"gradient of {param.name}", "gradient", tier, size, -1, -1)
 
 
 @lru_cache(maxsize=256)
@@ -229,7 +219,7 @@ def _measured(preset: Preset, layers: int) -> Numbers:
     for adds, times in ((False, min(accumulate - 1, 1)), (True, accumulate - 2)):
         if times > 0:
             programs = coarse_programs(scheduler, plan, SLOTS, adds=adds)[:2]
-            again = walk([_without_collectives(one) if plan.stage < 2 else one for one in programs], scheduler.costs)
+            again = walk(earlier_passes(programs, plan), scheduler.costs)
             _add_busy(found, "passes", again, 0, len(again.ends), times)
             found["length", "passes"] += times * max(again.ends)
     return found
@@ -241,13 +231,6 @@ def _add_busy(
     for task in range(begin, end):
         key = ("busy", part, run.streams[task])
         found[key] = found.get(key, 0.0) + times * (run.ends[task] - run.starts[task])
-
-
-def _without_collectives(program: Program) -> Program:
-    """A pass of an earlier micro-batch at stages 0 and 1: whole gradients are added up, and parameters stay
-    resident."""
-    kept = [one for one in program.instructions if not isinstance(one, (Collective, WaitGather, WaitReduce))]
-    return replace(program, instructions=kept)
 
 
 def _by_kind(preset: Preset, layers: int) -> Numbers:

@@ -15,6 +15,7 @@ from zerograph.core.machine import Tier
 from zerograph.core.timeline import Span
 from zerograph.core.units import format_bytes
 from zerograph.planner.explain.check import BEFORE, PLAN_CHECKS, Violation
+from zerograph.planner.programs.micro_batches import seconds_of_passes
 from zerograph.planner.programs.rates import Rates
 from zerograph.sim import check as programs
 from zerograph.sim.simulate import simulate
@@ -65,7 +66,8 @@ def _too_much(tier: Tier, held: int, budget: int, when: str) -> str:
 def _forecast(file: PlanFile) -> Iterator[Violation]:
     """By simulating the programs again."""
     stated, plan = file.forecast, file.plan
-    states = tuple(h for h in file.holdings if h.first == h.last == BEFORE)
+    given = {program.contents[register].name for program in file.programs for register in program.given}
+    states = tuple(h for h in file.holdings if h.first == h.last == BEFORE and h.name not in given)
     rates = Rates.of(file.machine, plan)
     true, holdings = simulate(file.programs, rates, held=states, not_counted=stated.not_counted)
     for span, other in zip_longest(stated.spans, true.spans):
@@ -78,6 +80,9 @@ def _forecast(file: PlanFile) -> Iterator[Violation]:
             most = [format_bytes(each.bytes if each is not None else 0) for each in (stated_peak, peak)]
             text = f"{tier} is forecast to hold up to {most[0]}, and the programs hold up to {most[1]}"
             yield _at("forecast", None, text + ", at other moments" * (stated_peak == peak))
+    earlier = (file.micro_batches - 1) * seconds_of_passes(file.programs, plan, rates)
+    if file.earlier != earlier:
+        yield _at("forecast", None, f"earlier micro-batches are forecast to take {file.earlier:g} s, and take {earlier:g}")
     if stated.critical_path != true.critical_path:
         yield _at("forecast", None, "the critical path is not that of the programs")
     if _held(file.holdings) != _held(holdings):

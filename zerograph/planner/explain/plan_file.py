@@ -16,6 +16,8 @@ from zerograph.planner.explain.infeasible import infeasible
 from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
+from zerograph.planner.programs.micro_batches import seconds_of_passes
+from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
@@ -41,6 +43,7 @@ def file_from_search(
     moments: int = 2,
     reserve: float = 0.0,
     tokens: int = 0,
+    micro_batches: int = 1,
 ) -> PlanFile:
     """Search the plan of ``step`` that fits every tier of ``machine``, and forecast it from its schedule.
 
@@ -49,6 +52,7 @@ def file_from_search(
         moments: tensors that the optimizer keeps per parameter.
         reserve: share of every tier to leave free.
         tokens: of one rank's batch.
+        micro_batches: batches before an update; the plan is that of one.
 
     Raises:
         InfeasibleError: no plan fits.
@@ -82,7 +86,21 @@ def file_from_search(
     why = reasons(plan, step, constraints, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
     file = replace(made, reasons=tuple(why))
     _verify(file, found)
-    return file
+    return file if micro_batches == 1 else _accumulating(file, scheduler, micro_batches)
+
+
+def _accumulating(file: PlanFile, scheduler: Scheduler, micro_batches: int) -> PlanFile:
+    plan = file.plan
+    forecast, holdings = forecast_plan(scheduler, plan, file.forecast.not_counted, adds=True)
+    programs = snapshot(coarse_programs(scheduler, plan, adds=True))
+    return replace(
+        file,
+        forecast=forecast,
+        holdings=holdings,
+        programs=programs,
+        micro_batches=micro_batches,
+        earlier=(micro_batches - 1) * seconds_of_passes(programs, plan, scheduler.rates),
+    )
 
 
 def _verify(file: PlanFile, found: Candidate) -> None:

@@ -48,7 +48,8 @@ def coarse_programs(
 
     Args:
         leaving: moves off the device that may be under way at a time; the compute waits for the one so many before.
-        adds: reduced gradients are added to those of earlier micro-batches, whose memory is held anyway.
+        adds: reduced gradients are added to those of earlier micro-batches, which are given where they are off the
+            device, and whose memory on it is held anyway.
     """
     return tuple(_CoarsePrograms(scheduler, plan, leaving, adds).programs)
 
@@ -102,7 +103,7 @@ class _CoarsePrograms:
         ] = []  # of updates beside this step: of whom, and registers
         # Buckets and tiles -> registers of gradients of the step before, where updates are a step late.
         self.earlier: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.given: tuple[int, ...] = ()  # registers that the step before has filled
+        self.given = self._earlier_gradients()  # registers that the step before has filled
         for phase in scheduler.phases(plan):
             self.kind, self.instructions = phase.name, []
             if phase.name == "forward" and plan.overlap == "forward" and scheduler.profile.training:
@@ -118,6 +119,11 @@ class _CoarsePrograms:
             self.kind, self.instructions = "update", []
             self._update()
             self._end()
+
+    def _earlier_gradients(self) -> tuple[int, ...]:
+        """The registers off the device with gradients of earlier micro-batches, which the next spills add to."""
+        parts = (part for part in sorted(self.summed) if self.parts[part[0]][part[1]].shards.gradient)
+        return tuple(self._gradient(*part) for part in parts if self.buckets[part[0]].placement.spilled != "device")
 
     def _end(self) -> None:
         scheduler = self.scheduler

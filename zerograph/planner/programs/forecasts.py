@@ -16,6 +16,7 @@ from zerograph.core.step import Kind
 from zerograph.core.timeline import NOT_COUNTED, Forecast
 from zerograph.planner.profile.regions import Life, Profile
 from zerograph.planner.programs.coarse import coarse_programs
+from zerograph.planner.programs.micro_batches import gradients_left
 from zerograph.planner.programs.placement import between_steps
 from zerograph.planner.programs.process_memory import Resident, process_growth
 from zerograph.planner.programs.rates import Rates
@@ -42,6 +43,7 @@ def forecast_programs(
     moments: int = 2,
     state_sizes: Mapping[str, int] | None = None,
     measured: Measured | None = None,
+    adds: bool = False,
 ) -> ProgramForecast:
     """Simulate ``programs`` (forward and backward of one frame, or one inference) on one rank of ``machine``.
 
@@ -49,10 +51,11 @@ def forecast_programs(
         moments: float tensors that the optimizer keeps per parameter that trains: 2 for Adam, 0 for plain SGD.
         state_sizes: where the optimizer is known, bytes that it keeps of each parameter that it updates, by name.
         measured: seconds that replace those that follow from the machine's rates.
+        adds: there are gradients of earlier micro-batches.
     """
     rates = Rates.of(machine, plan)
     state_sizes = _state_sizes(plan, moments) if state_sizes is None else state_sizes
-    states = tuple(between_steps(plan, state_sizes, rates.staging))
+    states = (*between_steps(plan, state_sizes, rates.staging), *(gradients_left(plan) if adds else ()))
     step, last = tuple(programs), programs[-1]
     if last.kind == "backward":
         # Of states in memory a recording has one number for all that an update does.
@@ -70,17 +73,17 @@ def forecast_programs(
 
 
 def forecast_plan(
-    scheduler: Scheduler, plan: Plan, not_counted: tuple[str, ...] = ()
+    scheduler: Scheduler, plan: Plan, not_counted: tuple[str, ...] = (), *, adds: bool = False
 ) -> tuple[Forecast, tuple[Holding, ...]]:
     """The forecast of ``plan`` from its coarse programs, and what its memory is used for; they agree at every
-    moment."""
-    states = tuple(between_steps(plan, _state_sizes(plan, scheduler.moments), scheduler.rates.staging))
+    moment. With ``adds`` there are gradients of earlier micro-batches."""
+    states = between_steps(plan, _state_sizes(plan, scheduler.moments), scheduler.rates.staging)
+    held = (*states, *(gradients_left(plan) if adds else ()))
     lives = scheduler.saved(scheduler.options(plan), plan.offload).lives
     # A coarse program has one register for all values with the same life; people want to see each.
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
-    return simulate(
-        coarse_programs(scheduler, plan), scheduler.rates, held=states, not_counted=not_counted, parts=parts
-    )
+    programs = coarse_programs(scheduler, plan, adds=adds)
+    return simulate(programs, scheduler.rates, held=held, not_counted=not_counted, parts=parts)
 
 
 KINDS: Mapping[Kind, str] = {
