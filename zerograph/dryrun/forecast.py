@@ -83,8 +83,8 @@ def plan_file(
     refuse_offload(offload, tier, machine, world * replicas, options.get("stage", 3), overlap, update)
     if micro_batches > 1 and overlap != "none":
         raise ConfigError(
-            f"overlap {overlap} is given, and {micro_batches} micro-batches: updates would stand beside the first of them, "
-            "and the last one is forecast",
+            f"overlap {overlap} is given, and {micro_batches} micro-batches: updates would stand beside the first of "
+            "them, and the last one is forecast",
             "leave one of the two out; the whole batch in parts, --batch-tiles, has any overlap",
         )
     if offload != "none" and memory is not None:

@@ -7,18 +7,17 @@ equal layers is simulated at two smaller depths (:mod:`~zerograph.planner.progra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zerograph.core.files.planfile import Holding
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier, offload_tier
-from zerograph.core.param_bytes import shard_bytes, sizes_of_states
+from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.plan import Bucket, Plan
-from zerograph.core.program import Program
 from zerograph.core.slots import SLOTS
-from zerograph.core.step import ITEM_SIZE, Step
+from zerograph.core.step import Step
 from zerograph.planner.estimate.sizes import ModelSize
 from zerograph.planner.estimate.strategy import Strategy
 from zerograph.planner.estimate.synthetic import gpt

@@ -82,7 +82,8 @@ def _forecast(file: PlanFile) -> Iterator[Violation]:
             yield _at("forecast", None, text + ", at other moments" * (stated_peak == peak))
     earlier = (file.micro_batches - 1) * seconds_of_passes(file.programs, plan, rates)
     if file.earlier != earlier:
-        yield _at("forecast", None, f"earlier micro-batches are forecast to take {file.earlier:g} s, and take {earlier:g}")
+        text = f"earlier micro-batches are forecast to take {file.earlier:g} s, and take {earlier:g}"
+        yield _at("forecast", None, text)
     if stated.critical_path != true.critical_path:
         yield _at("forecast", None, "the critical path is not that of the programs")
     if _held(file.holdings) != _held(holdings):
