@@ -22,12 +22,13 @@ GPU = machine_named("h100-80gb")
 
 
 class Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, frozen: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(ROWS, 4 * ROWS, False), nn.GELU(), nn.Linear(4 * ROWS, ROWS, False))
             for _ in range(4)
         )
+        self.layers[:frozen].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -35,8 +36,8 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def planned(**options: Any) -> PlanFile:
-    make: Callable[[], Any] = lambda: (Layers(), (torch.zeros(4, 64, ROWS),))  # noqa: E731
+def planned(frozen: int = 0, **options: Any) -> PlanFile:
+    make: Callable[[], Any] = lambda: (Layers(frozen), (torch.zeros(4, 64, ROWS),))  # noqa: E731
     return plan_file("layers", make, GPU, world=WORLD, **options)
 
 
@@ -62,6 +63,14 @@ def test_a_loop_takes_its_passes_again_and_holds_gradients(options: dict[str, An
     assert sum(h.bytes for h in left) == size
     where = "device" if "offload" not in options else options["tier"]
     assert {h.tier for h in left} == {where}
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "gradients", "tier": "host"}])
+def test_what_is_frozen_leaves_no_gradient(options: dict[str, Any]) -> None:
+    file = planned(frozen=3, **options, micro_batches=2)
+    assert not check_file(file)
+    left = sum(h.bytes for h in file.holdings if h.kind == "gradient" and h.first == h.last == -1)
+    assert left == 4 * WEIGHTS // WORLD // 4
 
 
 def test_below_stage_2_only_the_last_micro_batch_communicates() -> None:

@@ -110,8 +110,8 @@ def _bound(forecast: Forecast) -> str:
 
 
 def _speed(file: PlanFile, measured: Forecast | None) -> Iterator[str]:
-    seconds = file.seconds
-    yield format_seconds(seconds) + _against(seconds, measured.seconds if measured else None)
+    # A run has recorded one micro-batch, with its update.
+    yield format_seconds(file.seconds) + _against(file.forecast.seconds, measured.seconds if measured else None)
     if file.tokens:
         yield f"{_three_digits(file.tokens_per_second)} tokens/s"
     if file.flops:

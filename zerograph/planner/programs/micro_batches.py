@@ -24,7 +24,7 @@ def gradients_left(plan: Plan) -> Iterator[Holding]:
     """The gradients on the device of earlier micro-batches, to which those of the next are added: whole ones below
     stage 2. Those that are spilled are given to programs."""
     for bucket in plan.buckets:
-        for param in bucket.params:
+        for param in (param for param in bucket.params if param.trainable):
             if plan.stage > 1 and param.sharded and bucket.placement.spilled != "device":
                 continue
             full = param.elements * ITEM_SIZE[param.reduce_dtype]
