@@ -24,6 +24,7 @@ from zerograph.core.plan import Plan
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.programs.rates import Rates
+from zerograph.planner.search.search import Search
 
 
 def first_call(made: list[zerograph.Backend] | None = None, **options: Any) -> zerograph.Backend:
@@ -68,13 +69,13 @@ def test_a_backend_refuses_what_it_cannot_carry_out(how: str, tmp_path: Path, mo
         monkeypatch.setattr(frame_plan, "plan_step", lambda *a, **k: losing_a_parameter(made(*a, **k)))
     elif how == "search":
         options = {"stage": "auto", "memory": "1GiB"}
-        found = frame_plan.Search.within
+        found = Search.within
 
         def within(search: Any, budget: int) -> Any:
             best = found(search, budget)
             return best and replace(best, plan=losing_a_parameter(best.plan))
 
-        monkeypatch.setattr(frame_plan.Search, "within", within)
+        monkeypatch.setattr(Search, "within", within)
     else:
         options = {"plan": tmp_path / "plan.json"}
         file = plan_file("toy", lambda: (toy.Toy().train(), (torch.zeros(4, dtype=torch.int64),)),

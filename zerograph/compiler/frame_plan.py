@@ -35,14 +35,13 @@ from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.check import require_plan
 from zerograph.planner.explain.infeasible import infeasible
 from zerograph.planner.explain.replay import restricted_to_step
-from zerograph.planner.profile.liveness import Graph
-from zerograph.planner.profile.loss import head_of, in_loss_tiles
+from zerograph.planner.profile.loss import in_loss_tiles
 from zerograph.planner.profile.offloaded import offloaded
 from zerograph.planner.profile.tiling import refuse_unknown, tiles_wanted
 from zerograph.planner.profile.token_tiles import in_token_tiles
 from zerograph.planner.programs.placement import Shards, bytes_on
 from zerograph.planner.search.constraints import Constraints
-from zerograph.planner.search.search import Search
+from zerograph.planner.search.search_within import search_within
 from zerograph.runtime.buffers import dtype_name
 from zerograph.runtime.dtensors import is_sharded
 
@@ -339,23 +338,7 @@ class Planner:
         runs = Executable.on(self._machine, self._config.folders)
         constraints = Constraints.of(self._config, self._world_size, replicas=self._replicas, executable=runs)
         budget = self.budget(step)
-        search = Search(step, constraints, self._machine, states=states, moments=self._moments)
-        found = search.within(budget)
-        if found is None and constraints.loss is None and head_of(Graph.of(step)) is not None:
-            # Tiles read the head's weight again and again: they are looked at where nothing fits without.
-            constraints = replace(constraints, loss="auto")
-            search = Search(step, constraints, self._machine, states=states, moments=self._moments)
-            found = search.within(budget)
-        if (
-            found is None
-            and constraints.tokens is None
-            and step.token_regions
-            and constraints.recompute in ("auto", "full")
-        ):
-            # They recompute all layers, and round sums over tokens otherwise than a step in one piece.
-            constraints = replace(constraints, tokens="auto")
-            search = Search(step, constraints, self._machine, states=states, moments=self._moments)
-            found = search.within(budget)
+        search, found = search_within(step, constraints, self._machine, budget, states=states, moments=self._moments)
         if found is None:
             raise infeasible(search, step, self._machine, budget)
         self.searched = found.peak

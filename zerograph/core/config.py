@@ -189,6 +189,10 @@ class Config:
     @property
     def cut_by(self) -> tuple[CutBy, ...]:
         """What plans may run layers for some of at a time."""
+        return self.cuts(self.searches)
+
+    def cuts(self, searched: bool) -> tuple[CutBy, ...]:
+        """The same, where plans are ``searched`` or not."""
         if self.plan is not None:
             found: tuple[CutBy, ...] = ("sample",) if self.plan.plan.by_sample else ("token",)
             return found if self.plan.plan.token_regions else ()
@@ -196,7 +200,7 @@ class Config:
             found = ("sample",) if self.by_sample else ("token",)
             return found if self.layer_tiles > 1 else ()
         given: dict[CutBy, object] = {"token": self.token_tiles, "sample": self.batch_tiles}
-        return tuple(by for by, tiles in given.items() if tiles == "auto" and self.searches)
+        return tuple(by for by, tiles in given.items() if tiles == "auto" and searched)
 
     @property
     def by_sample(self) -> bool:

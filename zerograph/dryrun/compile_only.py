@@ -25,7 +25,7 @@ from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import Planner, plain
 from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.compiler.repetition.repeat import Joint, Repeat
-from zerograph.core.config import Config
+from zerograph.core.config import Config, CutBy
 from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import Machine
@@ -90,6 +90,7 @@ def compile_only(
     sizes: Mapping[Dimension, int] | None = None,
     repeat_layers: bool = True,
     programs: bool = True,
+    searched: bool = False,
     moments: int = 2,
     device: str = "cpu",
     **options: Any,
@@ -105,6 +106,7 @@ def compile_only(
         repeat_layers: make the joint graph from that of a few of many layers, where Dynamo's graph shows that they are
             alike.
         programs: make the programs too. Else the frames end with their plans, made by rule unless options say more.
+        searched: somebody searches a plan of the step afterwards, which may run layers for a part of the batch.
         moments: tensors that the optimizer keeps per parameter, for a plan that is searched.
         device: that the tensors of the call claim to be on; torch has to have operators for it.
         options: arguments of :func:`zerograph.backend`.
@@ -118,8 +120,8 @@ def compile_only(
     # Kernels are never needed: the programs are all that is asked for.
     config = Config.of(**{"compute": "eager", **options})
     there = torch.device(device)
-    ranks = world_size, replicas
-    with without_gc(), _Call.of(make, config, ranks, batch, seq, sizes, moments, repeat_layers, there) as call:
+    cuts, ranks = config.cuts(searched or config.searches), (world_size, replicas)
+    with without_gc(), _Call.of(make, config, ranks, batch, seq, sizes, moments, repeat_layers, there, cuts) as call:
         frame, joint = call.trace()
         (compile_joint if programs else plan_joint)(frame, joint)
         states = call.planner.states(frame.step, call.params)
@@ -172,6 +174,7 @@ class _Call:
         moments: int,
         repeat_layers: bool,
         device: torch.device,
+        cut_by: tuple[CutBy, ...],
     ) -> Iterator[_Call]:
         """The call of what ``make`` returns, for rank 0 of ``ranks``, which exist inside of this context: so many that
         split a parameter, and so many replicas."""
@@ -201,7 +204,7 @@ class _Call:
                 moments=moments,
                 repeats_layers=repeat_layers,
                 loss_only=config.loss_only,
-                cut_by=config.cut_by,
+                cut_by=cut_by,
                 staging=planner.staging,
                 text_of=lambda gm: str(gm.graph),
             )

@@ -100,7 +100,7 @@ def plan_file(
         constraints = Constraints.of(config, world, replicas=replicas, **asked)
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, programs=False,
-            moments=moments, dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
+            searched=True, moments=moments, dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
             batch_tiles=config.batch_tiles, device=device,
         )  # fmt: skip
         step = movable(compiled.frame.step, world)

@@ -19,8 +19,8 @@ from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.micro_batches import seconds_of_passes
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.search.constraints import Constraints
-from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
+from zerograph.planner.search.search_within import search_within
 
 UNPROGRAMMED = (
     "what lowering changes: tasks follow the traced step, not a program",
@@ -59,9 +59,8 @@ def file_from_search(
         InvariantError: the plan fails its own checks, which is a bug of the planner.
         ConfigError: what was asked for does not exist on the machine, or at the stage, or delays no update.
     """
-    search = Search(step, constraints, machine, moments=moments)
     budget = machine.budget(constraints.ranks, reserve)
-    found = search.within(budget)
+    search, found = search_within(step, constraints, machine, budget, moments=moments)
     if found is None:
         raise infeasible(search, step, machine, budget)
     plan, scheduler = found.plan, found.space.scheduler.fresh()
