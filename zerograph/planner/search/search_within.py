@@ -28,9 +28,7 @@ def search_within(
     Args:
         states, moments: as for :class:`~zerograph.planner.search.search.Search`.
     """
-    search = Search(step, constraints, machine, states=states, moments=moments)
-    found = search.within(budget)
-    for wider in _wider(step, constraints) if found is None else ():
+    for wider in _wider(step, constraints):
         search = Search(step, wider, machine, states=states, moments=moments)
         found = search.within(budget)
         if found is not None:
@@ -39,6 +37,8 @@ def search_within(
 
 
 def _wider(step: Step, constraints: Constraints) -> Iterator[Constraints]:
+    """``constraints``, and then with more in tiles each time."""
+    yield constraints
     if constraints.loss is None and head_of(Graph.of(step)) is not None:
         # Tiles read the head's weight again and again.
         constraints = replace(constraints, loss="auto")
