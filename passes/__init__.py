@@ -20,6 +20,7 @@ from zerograph.passes.name_activations import name_activations
 from zerograph.passes.offload import offload
 from zerograph.passes.order_saved import order_saved
 from zerograph.passes.prefetch import prefetch
+from zerograph.passes.prepare_parts import prepare_parts
 from zerograph.passes.recompute import recompute
 from zerograph.passes.reduce import reduce
 from zerograph.passes.spill import spill
@@ -61,6 +62,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("joint", differentiate_loss),
     # behind what moves to the forward
     Pass("joint", recompute),
+    Pass("joint", prepare_parts),
     # the partitioner splits it
     Pass("pair", order_saved),
     # before anything looks at who reads what last, and in which interval

@@ -1,4 +1,4 @@
-"""Run the MLP of recomputed layers, and the norm and residual around it, or all of them, for some tokens at a time.
+"""Run the MLP of recomputed layers, and the norm and residual around it, or all of a layer, for some tokens at a time.
 
 The region of each layer (:mod:`zerograph.tiling.layer_tokens`, or for whole samples
 :mod:`zerograph.tiling.layer_batch`) is written once for each tile

@@ -300,10 +300,10 @@ def backend(*positional: Any, **options: Any) -> Backend:
         token_tiles: tiles of tokens that the MLPs of recomputed layers run in, with the norm and residual around them,
             so that nothing wider than the model exists whole (docs/guide/tiling.md); more than 1 recomputes all layers
             where ``recompute`` is "auto". "auto": one, or with ``memory`` more where nothing else fits.
-        batch_tiles: parts of the batch that recomputed layers run for, forward and backward, all of a layer one part
-            after another before the next layer begins: its weights are fetched and gathered once for all of them, and
-            its gradients reduced and spilled once (docs/guide/tiling.md); else as ``token_tiles``, beside which it has
-            no place.
+        batch_tiles: parts of the batch that layers run for, forward and backward, all of a layer one part after
+            another before the next layer begins: its weights are fetched and gathered once for all of them, and its
+            gradients reduced and spilled once (docs/guide/tiling.md). What a layer saves is of the whole batch. Else as
+            ``token_tiles``, beside which it has no place.
         loss_only: True: a forward that records gradients returns None in place of logits, keys, values and every other
             output of two dimensions or more that a gradient reaches, beside its one loss. Evaluation returns all.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.

@@ -4,6 +4,7 @@ any world size, wherever shards and activations are."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.errors import ConfigError
-from zerograph.core.instructions import Accumulate, Gather, Place, Reduce
+from zerograph.core.instructions import Accumulate, Compute, Gather, Place, Reduce
 from zerograph.core.machine import machine_named
+from zerograph.core.step import layer_of
 from zerograph.dryrun.forecast import plan_file
 
 BATCH = 6
@@ -99,10 +101,33 @@ def test_each_layer_is_gathered_once_in_each_direction() -> None:
     assert len(reduced) == len(set(reduced))
 
 
-def test_half_of_the_layers() -> None:
-    found = trained(gelu, batch_tiles=2, recompute=0.5)
-    plan = found[0].plan
-    assert plan.by_sample and plan.token_regions == (f"{plan.recompute[0]}.up:addmm",)
+def assert_both_in_parts(found: Trained) -> None:
+    for program in found.program.values():
+        parts = [i for i in program.instructions if isinstance(i, Compute) and i.token_tiles > 1]
+        assert {layer_of(part.module) for part in parts} == {"layers.0", "layers.1"}
+
+
+@pytest.mark.parametrize("middle", [gelu, swiglu, twice], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("recompute", ["none", 0.5])
+def test_layers_that_are_saved_run_in_parts_too(middle: Middle, recompute: str | float) -> None:
+    found = trained(middle, batch_tiles=3, recompute=recompute)
+    assert len(found[0].plan.recompute) == (1 if recompute == 0.5 else 0)
+    assert_both_in_parts(found[0])
+    assert_alike(found, exact(middle))
+
+
+def test_saved_layers_in_parts_have_the_same_bits_wherever_shards_and_activations_are(tmp_path: Path) -> None:
+    train = partial(trained, gelu, world_size=2, batch_tiles=2, recompute="none")
+    assert_same_bits_elsewhere(train(stage=3), train, 2, tmp_path)
+
+
+def test_a_plan_may_save_some_activations_of_a_layer_in_parts(tmp_path: Path) -> None:
+    file = plan_file("m", partial(made_of, gelu), machine_named("cpu"), batch_tiles=2)
+    saved = tuple(f"{layer}.{name}" for layer in file.plan.recompute for name in ("up:addmm", "qkv:addmm"))
+    (tmp_path / "plan.json").write_text(replace(file, plan=replace(file.plan, save=saved)).to_json())
+    found = trained(gelu, plan=str(tmp_path / "plan.json"))
+    assert found[0].plan.save == saved
+    assert_both_in_parts(found[0])
     assert_alike(found, exact(gelu))
 
 
@@ -187,7 +212,6 @@ def test_evaluation_and_other_batches_between_steps() -> None:
     [
         ({"batch_tiles": 0}, "batch_tiles must be"),
         ({"batch_tiles": True}, "batch_tiles must be"),
-        ({"batch_tiles": 2, "recompute": "none"}, "layers that are saved are whole"),
         ({"batch_tiles": 2, "token_tiles": 2}, "a layer is divided in one way"),
     ],
 )
@@ -197,13 +221,14 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], why: str) -> No
 
 
 @pytest.mark.slow
-def test_twenty_steps_are_those_of_the_whole_batch() -> None:
+@pytest.mark.parametrize("given", [{"batch_tiles": 4}, {"batch_tiles": 4, "recompute": "none"}])
+def test_twenty_steps_are_those_of_the_whole_batch(given: dict[str, Any]) -> None:
     """With dropout, and attention that takes query, key and value apart as timm does."""
     torch.manual_seed(0)
     model = Twenty()
     truth = copy.deepcopy(model)
     losses: dict[str, list[float]] = {"parts": [], "whole": []}
-    for name, one, options in (("parts", model, {"batch_tiles": 4}), ("whole", truth, {"recompute": "full"})):
+    for name, one, options in (("parts", model, given), ("whole", truth, {"recompute": "full"})):
         compiled(one, **options)
         optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
         torch.manual_seed(1)

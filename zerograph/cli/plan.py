@@ -65,7 +65,7 @@ RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 STAGE = Parsed("0|1|2|3|auto", _stage)
 TILE = Parsed("auto|off|N", _tile)
 _TOKEN_TILES = "Tiles of tokens that MLPs of recomputed layers run in; auto has one, or more where nothing else fits."
-_BATCH_TILES = "Parts of the batch that recomputed layers run for, one after another; auto likewise."
+_BATCH_TILES = "Parts of the batch that layers run for, one after another; auto likewise."
 TILES = Parsed("auto|N", _tiles)
 
 

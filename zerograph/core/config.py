@@ -90,7 +90,7 @@ class Config:
             "auto" does too unless a plan is searched, which then takes as few as the budget needs.
         token_tiles: parts over tokens that the MLPs of recomputed layers run in; more than 1 recompute all layers where
             ``recompute`` is "auto". 1 runs them whole, "auto" does too unless a plan is searched and nothing else fits.
-        batch_tiles: parts of the batch that recomputed layers run for, all of a layer one part after another; else as
+        batch_tiles: parts of the batch that layers run for, all of a layer one part after another; else as
             ``token_tiles``.
         loss_only: whether a forward that trains returns None in place of logits and whatever else is no loss.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
@@ -295,12 +295,7 @@ class Config:
         require(
             self.batch_tiles == "auto" or (type(self.batch_tiles) is int and self.batch_tiles >= 1),
             f'batch_tiles must be "auto" or a number of parts >= 1, got {self.batch_tiles!r}',
-            "8 runs each recomputed layer for an eighth of the batch at a time",
-        )
-        require(
-            not self.by_sample or self.recompute not in ("none", 0),
-            f"batch_tiles={self.batch_tiles!r} with recompute={self.recompute!r}: layers that are saved are whole",
-            'only recomputed layers run for a part of the batch at a time: recompute="full"',
+            "8 runs each layer for an eighth of the batch at a time",
         )
         require(
             not self.by_sample or self.token_tiles in ("auto", 1),

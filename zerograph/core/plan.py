@@ -368,7 +368,8 @@ class Plan:
         yield from (f"{name} is saved twice" for name in _twice(self.save))
         layers = frozenset(self.recompute)
         yield from (f"{name} runs by token twice" for name in _twice(self.token_regions))
-        stray = (name for name in self.token_regions if layer_of_activation(name) not in layers)
+        # A whole layer may run by sample and be saved: its activations are put together, sample by sample.
+        stray = (name for name in self.token_regions if not self.by_sample and layer_of_activation(name) not in layers)
         yield from (f"{name} runs by token, of a layer that is not recomputed" for name in stray)
         stray = (name for name in self.save if layer_of_activation(name) not in layers)
         yield from (f"{name} is saved, of a layer that is not recomputed" for name in stray)

@@ -111,12 +111,15 @@ class Value:
         bytes: that it would take with memory of its own, on this rank.
         kind: what it is.
         alias_of: the value whose memory it looks at, which is no view itself; empty when the memory is its own.
+        whole: the same of all of it, where it is made for some tokens at a time and a layer that saves it puts it
+            together; 0 where ``bytes`` are of all.
     """
 
     name: str
     bytes: int
     kind: Kind
     alias_of: str = ""
+    whole: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +224,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class TokenRegion:
-    """The part of a layer that can run for some tokens at a time, if the layer is recomputed.
+    """The part of a layer that can run for some tokens at a time, if the layer is recomputed, or for some samples.
 
     Attributes:
         layer: that it is of.

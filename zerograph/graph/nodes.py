@@ -77,6 +77,14 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGradient(Activation):
+    """The fact on a product of the backward at which a layer begins that runs for some samples at a time: it bears the
+    name of the forward's, and says of how many ``samples`` its rows are."""
+
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class SavedFact:
     """The fact on every ``zg::`` node that moves what the forward saves: of whom, to or from which tier.
 
@@ -232,7 +240,7 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any, like: fx
     node = graph.call_function(target, args)
     node.meta["val"] = val
     if like is not None:
-        for key in ("stack_trace", "nn_module_stack", "partitioner_tag", "seq_nr"):
+        for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     return node

@@ -1,4 +1,4 @@
-"""A repeated layer that runs for some samples of the batch at a time, all of it.
+"""A repeated layer that runs for some samples of the batch at a time, all of it, recomputed or saved.
 
 The region (:mod:`zerograph.tiling.token_region`) begins at the layer's widest product. It takes in all of the layer
 that hangs together with it: attention and norms work on each sample by itself, and gradients of weights are sums over
@@ -15,6 +15,7 @@ from torch import fx
 
 from zerograph.graph.attention import is_random
 from zerograph.graph.layers import layer_of_node
+from zerograph.graph.nodes import LayerGradient
 from zerograph.graph.ops import INSTRUCTIONS
 from zerograph.tiling.cuts import (
     ALSO_POINTWISE,
@@ -59,6 +60,8 @@ _DYNAMIC = "has a size that is not known before it runs (dynamic=False fixes it)
 def _samples_of(product: fx.Node) -> object:
     """The first dimension of what the rows of ``product`` were before they became rows. Whether that counts samples
     does not matter for what is computed: the region is one dimension's, which nothing in it mixes."""
+    if isinstance(fact := product.meta.get("zg"), LayerGradient):
+        return fact.samples
     node: fx.Node = product.args[-2]  # type: ignore[assignment]
     while len(shape_of(node)) == 2:
         sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]

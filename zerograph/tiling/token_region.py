@@ -112,6 +112,13 @@ def memory_order(val: torch.Tensor) -> list[int] | None:
     return order if not val.is_contiguous() and val.permute(order).is_contiguous() else None
 
 
+def can_be_placed(node: fx.Node, tokens: Cut) -> bool:
+    """Whether parts of ``node`` have a place in one tensor that lies in memory as that of all ``tokens``."""
+    shape, val = shape_of(node), node.meta["val"]
+    split = math.prod(shape[tokens.dims[0] : tokens.dim]) != math.prod(tokens.sizes(shape)[:-1])
+    return not split and bool(val.is_contiguous() or (len(tokens.dims) == 1 and memory_order(val)))
+
+
 class RegionGrowth(Growth):
     """Grows a region from a product."""
 
@@ -154,10 +161,7 @@ class RegionGrowth(Growth):
             raise Mixes(node, "reads more tokens than a slice of the logits keeps")
         if tokens is None:
             return
-        shape = shape_of(node)
-        split = math.prod(shape[tokens.dims[0] : tokens.dim]) != math.prod(tokens.sizes(shape)[:-1])
-        val = node.meta["val"]
-        if split or not (val.is_contiguous() or (len(tokens.dims) == 1 and memory_order(val))):
+        if not can_be_placed(node, tokens):
             raise Mixes(node, "lies in memory in another order than its dimensions")
 
     def _users(self, node: fx.Node) -> list[fx.Node]:

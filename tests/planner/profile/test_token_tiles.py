@@ -4,6 +4,7 @@ at hand."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from planner.steps import Layer, step_of
@@ -16,6 +17,7 @@ from zerograph.core.step import Step, TokenRegion
 from zerograph.planner import replay
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.explain.replay import restricted_to_step
+from zerograph.planner.profile.regions import profile
 from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, in_token_tiles, tiles_to_try, with_token_tiles
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.search.constraints import Constraints
@@ -178,6 +180,29 @@ def test_a_search_takes_parts_of_the_batch_where_tokens_can_not_be_divided() -> 
     assert search.smallest.peak < whole.smallest.peak - INSIDE
     fixed = Search(step, replace(constraints, tokens=2, by_sample=True), GPU)
     assert {(one.plan.token_tiles, one.plan.by_sample) for one in fixed.best} == {(2, True)}
+
+
+def test_layers_in_parts_of_the_batch_save_as_much_as_fits() -> None:
+    step = by_samples(wide())
+    search = Search(step, Constraints(3, WORLD, tokens=4, by_sample=True), GPU)
+    assert all(len(one.plan.token_regions) == 3 for one in search.best)
+    saving = {len(one.plan.save): one for one in reversed(search.best)}
+    assert set(saving) == {0, 1, 2, 3}
+    for some, more in pairwise(range(4)):
+        assert saving[more].seconds < saving[some].seconds
+        # Of what a layer saves all samples are there, of what it makes again a part.
+        assert saving[more].peak - saving[some].peak == pytest.approx(INSIDE * (3 / 4 if some == 0 else 1), rel=0.01)
+    for one in search.best:
+        assert check_plan(step, one.plan) == []
+
+
+def test_what_is_saved_of_parts_is_whole_and_a_part_of_it_is_held_where_it_is_made() -> None:
+    step = by_samples(wide())
+    lives = profile(by_token(step, step.token_regions, 4), "none").lives
+    inside = [life for life in lives if life.activation and life.bytes >= INSIDE]
+    assert len(inside) >= 3
+    assert all(life.made == life.bytes // 4 and {size for _, size in life.members} == {0} for life in inside)
+    assert all(life.made == life.bytes for life in profile(step, "none").lives)
 
 
 def test_who_asks_for_parts_hears_which_layer_is_whole_and_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -192,7 +192,12 @@ def _halved(known: Profile) -> Profile:
     """The same step with half the activations and temporaries, and half the work; parameters stay."""
     regions = tuple(replace(region, work=tuple(map(_half, region.work))) for region in known.regions)
     lives = tuple(
-        replace(life, bytes=-(-life.bytes // 2), members=tuple((value, size // 2) for value, size in life.members))
+        replace(
+            life,
+            bytes=-(-life.bytes // 2),
+            made=-(-life.made // 2),
+            members=tuple((value, size // 2) for value, size in life.members),
+        )
         for life in known.lives
     )
     return replace(known, regions=regions, lives=lives)

@@ -30,6 +30,7 @@ class Graph:
         maker: of each value the operation that makes it; -1 for inputs.
         owner: of each value the one whose memory it looks at.
         size: bytes of each value that has memory of its own; 0 for views.
+        whole: bytes of each that is made for some tokens at a time and can be saved all the same, where it is.
         params: of each value the parameters that it is, or is a view or cast of, if nothing else.
         params_read: of each operation the parameters that it computes with; views and casts do not, their readers do.
         layer: of each operation, filled in where tracing left no word of it.
@@ -50,6 +51,7 @@ class Graph:
             self.maker[value] = i
         self.owner = [index[value.alias_of] if value.alias_of else i for i, value in enumerate(step.values)]
         self.size = [0 if value.alias_of else value.bytes for value in step.values]
+        self.whole = {i: value.whole for i, value in enumerate(step.values) if value.whole and not value.alias_of}
         self.outputs = {self.owner[index[name]] for name in step.outputs}
         phases = self.ops[: self.backward], self.ops[self.backward :]
         self.layer = [layer for ops in phases for layer in layers_of([op.module for op in ops])]

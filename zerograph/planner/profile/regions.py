@@ -64,7 +64,9 @@ class Life:
         name, source: of the largest value that is counted in.
         activation: the lasting name of what a layer's forward saves; empty for what no option saves.
         bytes: of all of them.
-        members: the values by number, with the bytes of each.
+        made: bytes of them that its region holds while it makes them: less where that runs for some tokens at a time.
+        members: the values by number, with the bytes of each that are free when a region has read it last; none where
+            that runs for some tokens at a time.
         start: the region that makes it.
         read: the last region of the same phase that reads it; None where the step returns it to the user.
         saved: by option of the layer that makes it, the last region of the backward that needs it, where it is saved.
@@ -75,6 +77,7 @@ class Life:
     source: str
     activation: str
     bytes: int
+    made: int
     members: tuple[tuple[int, int], ...]
     start: int
     read: int | None
@@ -237,12 +240,14 @@ def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], cross
             alike.setdefault((region_of[i], activation, read, saved_values), []).append(i)
     lives = []
     for (start, activation, read, saved_values), members in alike.items():
-        sizes = [graph.size[graph.writes[i]] for i in members]
+        made = [graph.writes[i] for i in members]
+        sizes = [graph.whole.get(value, graph.size[value]) for value in made]
         largest = graph.ops[members[sizes.index(max(sizes))]]
         saved = {option: until for option, _, until in saved_values}
         needed = {option: since for option, since, _ in saved_values}
-        values = tuple(zip((graph.writes[i] for i in members), sizes, strict=True))
-        lives.append(Life(largest.name, largest.source, activation, sum(sizes), values, start, read, saved, needed))
+        values = tuple((value, 0 if value in graph.whole else graph.size[value]) for value in made)
+        size = sum(sizes), sum(graph.size[value] for value in made)
+        lives.append(Life(largest.name, largest.source, activation, *size, values, start, read, saved, needed))
     return (*lives, *_gradients_of_outputs(graph, region_of))
 
 
@@ -256,7 +261,7 @@ def _gradients_of_outputs(graph: Graph, region_of: Sequence[int]) -> Iterator[Li
     for end in dict.fromkeys(ends.values()):
         values = tuple((value, graph.size[value]) for value, last in ends.items() if last == end)
         size = sum(size for _, size in values)
-        yield Life("gradients of outputs", "", "", size, values, region_of[graph.backward], end, {}, {})
+        yield Life("gradients of outputs", "", "", size, size, values, region_of[graph.backward], end, {}, {})
 
 
 def _is_memory(graph: Graph, value: int) -> bool:
@@ -303,6 +308,9 @@ def _counted(graph: Graph, sequence: Sequence[int], stays: Set[int], crossing: _
     inputs = {graph.owner[r] for i in sequence if graph.writes[i] in fused for r in graph.reads[i]} - fused
     given = {graph.owner[r] for i in sequence if graph.ops[i].flops for r in graph.reads[i]}
     moved = sum(graph.size[v] for found in (inputs, fused & (stays | given)) for v in found)
+    # What is saved part by part is copied to its place, and read of all parts.
+    moved += sum(2 * graph.whole.get(v, 0) for v in stays)
+    moved += sum(graph.whole[v] - graph.size[v] for v in inputs & graph.whole.keys() if graph.maker[v] not in sequence)
     atoms = tuple(_atoms(graph, sequence, moved, crossing))
     memory = segment_profile([crossing.operators[i] for i in sequence], stays, [atom.end for atom in atoms[:-1]])
     return Work(atoms, memory)

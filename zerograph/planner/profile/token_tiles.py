@@ -1,9 +1,9 @@
 """Layers by tile over tokens: what their MLPs make, or all that they make, exists for the tokens of a tile at a time.
 
 In a recomputed layer nothing of an MLP waits for the backward, so that it can run for some tokens at a time, forward
-and backward, with the norm and the residual around it. For whole samples at a time all of the layer can. Like a loss in
-tiles (:mod:`~zerograph.planner.profile.loss`) that is a step with other numbers: schedules, forecasts and checks need
-not know of it.
+and backward, with the norm and the residual around it. For whole samples at a time all of the layer can; what it saves
+is put together, and counts whole. Like a loss in tiles (:mod:`~zerograph.planner.profile.loss`) that is a step with
+other numbers: schedules, forecasts and checks need not know of it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TOKEN_TILES = (4, 16)
 
 
 def with_token_tiles(plan: Plan, step: Step, tiles: int, by_sample: bool = False, *, leaves: bool = False) -> Plan:
-    """``plan`` with its recomputed layers in ``tiles`` over tokens, as far as they can be; ``leaves``: shards may leave
-    the device later."""
+    """``plan`` with its recomputed layers in ``tiles`` over tokens, or all layers over samples, as far as they can be;
+    ``leaves``: shards may leave the device later."""
     found = tuple(region.activation for region in _regions(plan, step, by_sample, leaves)) if tiles > 1 else ()
     return replace(plan, token_tiles=tiles if found else 1, token_regions=found, by_sample=by_sample and bool(found))
 
@@ -44,23 +44,26 @@ def in_token_tiles(plan: Plan, step: Step, tiles: int, by_sample: bool = False) 
 
 
 def warn_of_whole_layers(step: Step, plan: Plan, parts: int) -> None:
-    """Say which recomputed layers run for the whole batch at once where so many ``parts`` were asked for, and why."""
-    tiled = {region.layer for region in regions_of(step, by_sample=True) if region.activation in plan.token_regions}
-    reasons = dict(step.whole_batches)
-    whole = [layer for layer in plan.recompute if layer not in tiled]
+    """Say which layers run for the whole batch at once where so many ``parts`` were asked for, and why."""
+    regions = regions_of(step, by_sample=True)
+    untiled = (region.layer for region in regions if region.activation not in plan.token_regions)
+    whole = [*step.whole_batches, *((layer, "its weights are in tiles") for layer in untiled)]
     if parts > 1 and whole:
         log.warning(
             "batch_tiles=%d leaves %d of %d layers whole, %s because %s",
-            parts, len(whole), len(plan.recompute),
-            whole[0], reasons.get(whole[0], "its weights are in tiles"),  # the others are like it, most often
+            parts, len(whole), len(step.whole_batches) + len(regions), *whole[0],  # the others are like it, most often
         )  # fmt: skip
 
 
 def _regions(plan: Plan, step: Step, by_sample: bool, leaves: bool) -> list[TokenRegion]:
-    layers = frozenset(plan.recompute)
-    whole = to_be_whole(plan, by_sample or leaves)
-    fitting = (region for region in regions_of(step, by_sample) if region.layer in layers)
-    return [region for region in fitting if whole.isdisjoint(region.params)]
+    return regions_with(step, by_sample, frozenset(plan.recompute), to_be_whole(plan, by_sample or leaves))
+
+
+def regions_with(step: Step, by_sample: bool, recompute: Collection[str], whole: Collection[str]) -> list[TokenRegion]:
+    """The regions that can run in tiles where the layers ``recompute`` are recomputed, and the parameters ``whole`` are
+    read in one piece: whole samples can of saved layers, too."""
+    fitting = (region for region in regions_of(step, by_sample) if by_sample or region.layer in recompute)
+    return [region for region in fitting if not any(name in whole for name in region.params)]
 
 
 def to_be_whole(plan: Plan, everywhere: bool) -> frozenset[str]:
@@ -95,7 +98,9 @@ def by_token(step: Step, regions: Collection[TokenRegion], tiles: int) -> Step:
     # What tracing left no module of may be counted with what is outside of layers, which does not run by tile.
     layers = {region.layer for region in regions}
     ops = (op if layer_of(op.module) in layers else replace(op, token_tiles=1) for op in found.ops)
-    return replace(found, ops=tuple(ops))
+    pairs = zip(found.values, step.values, strict=True)
+    values = (replace(part, whole=value.bytes) if part.bytes != value.bytes else part for part, value in pairs)
+    return replace(found, ops=tuple(ops), values=tuple(values))
 
 
 def in_tiles(step: Step, inside: Collection[str], moved: Mapping[str, int], sums: Collection[str], tiles: int) -> Step:

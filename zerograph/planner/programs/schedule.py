@@ -249,7 +249,7 @@ class Scheduler:
         if key not in self._held:
             lives = (life.members for register in ends for life in saved.lives[register] if life.start != region)
             memory = self.profile.regions[region].work[option].memory
-            made = sum(self.registers.contents[register].bytes for register in begins)
+            made = sum(life.made for register in begins for life in saved.lives[register])
             self._held[key] = [size - made for size in memory.held(chain.from_iterable(lives))]
         return self._held[key]
 

@@ -43,6 +43,6 @@ def _wider(step: Step, constraints: Constraints) -> Iterator[Constraints]:
         # Tiles read the head's weight again and again.
         constraints = replace(constraints, loss="auto")
         yield constraints
-    if constraints.tokens is None and step.token_regions and constraints.recompute in ("auto", "full"):
-        # They recompute all layers, and round sums over tokens otherwise than a step in one piece.
+    if constraints.tokens is None and step.token_regions:
+        # They round sums over tokens otherwise than a step in one piece, and of tokens recompute all layers.
         yield replace(constraints, tokens="auto")

@@ -13,7 +13,7 @@ from zerograph.planner.profile.liveness import Graph, Mode
 from zerograph.planner.profile.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled, with_loss_tiles
 from zerograph.planner.profile.regions import Profile, Works, profile
 from zerograph.planner.profile.tiling import tiles_wanted
-from zerograph.planner.profile.token_tiles import by_token, regions_of, tiles_to_try, with_token_tiles
+from zerograph.planner.profile.token_tiles import by_token, regions_of, regions_with, tiles_to_try, with_token_tiles
 from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step, recomputed_layers
 from zerograph.planner.search.constraints import Constraints
@@ -31,7 +31,7 @@ ALL_TILES = 1024
 
 class Variant(NamedTuple):
     """A step with its loss whole, or in tiles, each of which reads the parameters of ``head`` whole; and with tokens
-    whole, or with all layers recomputed in tiles of them."""
+    whole, or with all layers recomputed in tiles of them, or in parts of the batch."""
 
     profile: Profile
     loss_tiles: int = 1
@@ -83,13 +83,13 @@ def _loss_tiles(constraints: Constraints, head: Head) -> tuple[int, ...]:
 
 
 def _regions(step: Step, constraints: Constraints, by_sample: bool) -> list[TokenRegion]:
-    """The regions in tiles of tokens where any is: in layers that are recomputed, with weights at hand."""
+    """The regions in tiles of tokens, or of samples, where any is: in layers that can be, with weights at hand."""
     layers = recomputed_layers(step, "full" if constraints.recompute == "auto" else constraints.recompute)
     whole = dict[str, int]()
     if by_sample or constraints.offload != "none":
         size = constraints.bucket_size or DEFAULT_BUCKET_SIZE
         whole = tiles_wanted(constraints.tiling, step, constraints.world_size, size)
-    return [r for r in regions_of(step, by_sample) if r.layer in layers and whole.keys().isdisjoint(r.params)]
+    return regions_with(step, by_sample, layers, whole)
 
 
 def spaces_of(
