@@ -7,9 +7,9 @@ Prediction. With all of a GPT of 200 M parameters on NVMe a loop of 8 reads para
 times and reads them 7 times to add to them. With `batch_tiles=8` parameters are read twice, and gradients written once:
 at most 0.2 of the bytes with updates inside of the backward (`overlap=True`, which a loop cannot have), and at most
 0.55 of the time. Peaks differ by the inputs of layers, which are of the whole batch: within 5%. In memory a loop moves
-nothing, and the time is the same. With `--saved` nothing is computed twice, so that both compute three quarters of
-that: a loop, which waits for the disk, takes as long as before, and parts at most 0.55 of it with 128 tokens, too; their
-peak is larger by the activations of the whole batch.
+nothing, and the time is the same. With `--saved` nothing is computed twice, and both compute three quarters of
+that: a loop, which waits for the disk, takes as long as before, and parts at most 0.55 of it with 128 tokens too. Their
+peak is then larger by the activations of the whole batch.
 
 Method. Each variant has a process of its own; steps are taken in turns, on the same data, with the same backend but for
 the option. Bytes are what the process has read from and written to disks (`/proc/self/io`), peaks its own (VmHWM).
