@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.core.plan import Plan
+from zerograph.core.step import layer_of_activation
 from zerograph.graph.nodes import LayerGradient, backward_nodes, is_view
 from zerograph.tiling.cuts import PRODUCTS, ROWS, Mixes
 from zerograph.tiling.layer_batch import batch_region
@@ -40,11 +41,18 @@ def prepare_parts(gm: fx.GraphModule, plan: Plan) -> int:
             cut = forward.cuts[node]
             if cut is not None and isinstance(node.meta["val"], torch.Tensor) and not can_be_placed(node, cut):
                 _recompute_views(node)
+        name = product.meta["zg"].name
         first = _first_product(both, backward)
         if first is not None:
-            first.meta["zg"] = LayerGradient(product.meta["zg"].name, both.count)
+            first.meta["zg"] = LayerGradient(name, both.count)
             ready += 1
+        elif _is_saved(name, plan) and not backward.isdisjoint(both.nodes):
+            log.warning("the backward of %s runs whole: nothing asks for the gradient of what its products read", name)
     return ready
+
+
+def _is_saved(name: str, plan: Plan) -> bool:
+    return name in plan.save or layer_of_activation(name) not in plan.recompute
 
 
 def _recompute_views(node: fx.Node) -> None:

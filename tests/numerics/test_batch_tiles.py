@@ -369,3 +369,21 @@ def test_a_mask_as_large_as_the_batch_is_for_all_samples() -> None:
     backend = compiled(model, batch_tiles=2)
     assert_step_of(model, truth, x)
     assert backend.plan.token_tiles == 2
+
+
+def test_who_trains_no_more_than_a_last_product_hears_that_its_backward_is_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model, x = Mixed(mixes=False), torch.randn(4, 3, 8)
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.0.down" in name or "layers.1" in name)
+    truth = copy.deepcopy(model)
+    compiled(model, batch_tiles=2, recompute="none")
+    loss, wanted = model(x), truth(x)
+    loss.backward()
+    wanted.backward()
+    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+        assert ours.grad is theirs.grad is None or (ours.grad - theirs.grad).abs().max() < 1e-6
+    assert "the backward of layers.0.up:addmm runs whole: nothing asks for the gradient" in caplog.text
+    assert "layers.1" not in caplog.text

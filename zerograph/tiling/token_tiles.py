@@ -16,14 +16,22 @@ from torch import fx
 from zerograph.core.plan import token_tiles
 from zerograph.graph.nodes import TokenTile, added, aten, call, computed, move_needed_before, part_of
 from zerograph.graph.ops import PLACE
-from zerograph.tiling.cuts import MEANS, Cut
+from zerograph.tiling.cuts import MEANS, Cut, Mixes
 from zerograph.tiling.token_region import NodeRegion, copy_of_tile, memory_order
 
 prims = torch.ops.prims
 
 
 def write_tiles(graph: fx.Graph, region: NodeRegion, tiles: int) -> int:
-    """Replace ``region`` by at most so many tiles; returns their number. Leaves what nothing reads any more."""
+    """Replace ``region`` by at most so many tiles; returns their number. Leaves what nothing reads any more.
+
+    Raises:
+        Mixes: the region reads one of several results of a kernel outside; nothing has changed then.
+    """
+    for node, source in region.given:
+        # Attention that Inductor put in the place of products has no module: no region takes it for its layer's.
+        if not isinstance(source.meta["val"], torch.Tensor):
+            raise Mixes(node, "is of a kernel that is known of no layer, and runs for all {}s")
     cuts = token_tiles(region.count, tiles)
     _TokenLoop(graph, region, cuts, TokenTile(tiles)).write()
     return len(cuts)

@@ -310,7 +310,8 @@ def _counted(graph: Graph, sequence: Sequence[int], stays: Set[int], crossing: _
     moved = sum(graph.size[v] for found in (inputs, fused & (stays | given)) for v in found)
     # What is saved part by part is copied to its place, and read of all parts.
     moved += sum(2 * graph.whole.get(v, 0) for v in stays)
-    moved += sum(graph.whole[v] - graph.size[v] for v in inputs & graph.whole.keys() if graph.maker[v] not in sequence)
+    there = (inputs & graph.whole.keys()).difference(graph.writes[i] for i in sequence)
+    moved += sum(graph.whole[v] - graph.size[v] for v in there)
     atoms = tuple(_atoms(graph, sequence, moved, crossing))
     memory = segment_profile([crossing.operators[i] for i in sequence], stays, [atom.end for atom in atoms[:-1]])
     return Work(atoms, memory)
