@@ -1,9 +1,11 @@
-"""Make ready the layers that run for a part of the batch at a time and save activations.
+"""Make ready the layers that run for a part of the batch at a time and may save activations.
 
-Their activations are put together sample by sample, and their backward has no product that the forward made. So a
-product of the gradient gets the name at which the layer's parts begin, with the number of samples that its rows are of.
-Views that lie in memory in another order than their dimensions, as pieces of queries, keys and values do, cannot be put
-together: the backward makes them again of what they look at. Safe because it edits metadata only.
+These are put together sample by sample, and the backward of a saved layer has no product that the forward made. So
+products of gradients get the name at which the layer's parts begin, with the number of samples that their rows are of:
+all of them, as the halves of a layer on both sides of a residual may have nothing in common but a sum of autograd's,
+which is of no layer. Views that lie in memory in another order than their dimensions, as pieces of queries, keys and
+values do, cannot be put together: the backward makes them again of what they look at, and the forward saves that. Safe
+because it edits metadata only.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def prepare_parts(gm: fx.GraphModule, plan: Plan) -> int:
-    """Tag nodes of the joint graph ``gm``; returns the number of layers whose backward runs in parts."""
+    """Tag nodes of the joint graph ``gm``; returns the number of layers whose gradients were named."""
     if not plan.by_sample:
         return 0
     ready, backward = 0, backward_nodes(gm.graph)
@@ -35,23 +37,29 @@ def prepare_parts(gm: fx.GraphModule, plan: Plan) -> int:
             forward = batch_region(product, lambda node: node not in backward)
             both = batch_region(product, lambda node, inside=forward.cuts: node in backward or node in inside)  # type: ignore[misc]
         except Mixes as error:
-            log.warning("the backward of %s runs whole: %s", product.meta["zg"].name, error)
+            log.warning("the layer of %s may run whole: %s", product.meta["zg"].name, error)
             continue
         for node in filter(is_view, forward.nodes):
             cut = forward.cuts[node]
             if cut is not None and isinstance(node.meta["val"], torch.Tensor) and not can_be_placed(node, cut):
                 _recompute_views(node)
-        name = product.meta["zg"].name
-        first = _first_product(both, backward)
-        if first is not None:
-            first.meta["zg"] = LayerGradient(name, both.count)
-            ready += 1
-        elif _is_saved(name, plan) and not backward.isdisjoint(both.nodes):
-            log.warning("the backward of %s runs whole: nothing asks for the gradient of what its products read", name)
+        gradients = [node for node in both.nodes if node in backward and _has_samples(node, both)]
+        for node in gradients:
+            node.meta["zg"] = LayerGradient(product.meta["zg"].name, both.count)
+        ready += bool(gradients)
+        if not gradients and not backward.isdisjoint(both.nodes) and _is_saved(product, plan):
+            log.warning("the backward of %s runs whole: no product makes a gradient of it", product.meta["zg"].name)
     return ready
 
 
-def _is_saved(name: str, plan: Plan) -> bool:
+def _has_samples(node: fx.Node, region: NodeRegion) -> bool:
+    """Whether ``node`` is a product whose rows are samples, as that is which makes the gradient of what one has read."""
+    cut = region.cuts[node]
+    return node.target in PRODUCTS and cut is not None and cut.dims == ROWS.dims
+
+
+def _is_saved(product: fx.Node, plan: Plan) -> bool:
+    name = product.meta["zg"].name
     return name in plan.save or layer_of_activation(name) not in plan.recompute
 
 
@@ -60,9 +68,3 @@ def _recompute_views(node: fx.Node) -> None:
     while is_view(node):
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
         node = node.args[0]  # type: ignore[assignment]
-
-
-def _first_product(region: NodeRegion, backward: set[fx.Node]) -> fx.Node | None:
-    """The first product of the backward whose rows are samples: the gradient of what a product has read."""
-    products = (node for node in region.nodes if node in backward and node.target in PRODUCTS)
-    return next((node for node in products if (cut := region.cuts[node]) and cut.dims == ROWS.dims), None)

@@ -28,10 +28,13 @@ def tile_tokens(gm: fx.GraphModule, plan: Plan) -> int:
     """Rewrite ``gm`` (forward or backward graph) in place; returns the number of tiles of all layers."""
     if plan.token_tiles == 1:
         return 0
-    tiles = 0
+    tiles, done = 0, set[fx.Node]()
     for product in list(wide_products(gm.graph.nodes, plan.token_regions)):
+        if product in done:
+            continue
         try:
             region = batch_region(product) if plan.by_sample else layer_region(product)
+            done.update(region.nodes)
             tiles += write_tiles(gm.graph, region, plan.token_tiles)
         except Mixes as error:
             what = "the layer of %s runs whole: %s" if plan.by_sample else "the MLP that %s begins runs whole: %s"

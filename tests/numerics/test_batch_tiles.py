@@ -103,8 +103,11 @@ def test_each_layer_is_gathered_once_in_each_direction() -> None:
 
 def assert_both_in_parts(found: Trained) -> None:
     for program in found.program.values():
-        parts = [i for i in program.instructions if isinstance(i, Compute) and i.token_tiles > 1]
-        assert {layer_of(part.module) for part in parts} == {"layers.0", "layers.1"}
+        own = [i for i in program.instructions if isinstance(i, Compute) and layer_of(i.module)]
+        assert {layer_of(i.module) for i in own if i.token_tiles > 1} == {"layers.0", "layers.1"}
+        # No product or attention is left for the whole batch.
+        whole = [i for i in own if i.token_tiles == 1 and program.segments[i.segment].flops]
+        assert not whole, whole
 
 
 @pytest.mark.parametrize("middle", [gelu, swiglu, twice], ids=lambda one: one.__name__)
@@ -114,6 +117,25 @@ def test_layers_that_are_saved_run_in_parts_too(middle: Middle, recompute: str |
     assert len(found[0].plan.recompute) == (1 if recompute == 0.5 else 0)
     assert_both_in_parts(found[0])
     assert_alike(found, exact(middle))
+
+
+@pytest.mark.parametrize("activations", ["keep", "nvme"])
+def test_both_halves_of_a_layer_run_in_parts_where_it_saves(activations: str, tmp_path: Path) -> None:
+    """They have a sum of autograd's in common, which is of no layer."""
+    there = {"path": str(tmp_path)} if activations == "nvme" else {}
+    found = trained(gelu, batch_tiles=3, recompute="none", activations=activations, **there)
+    assert_both_in_parts(found[0])
+    assert_alike(found, exact(gelu))
+
+
+def test_a_search_saves_of_layers_in_parts_what_fits() -> None:
+    make = partial(made_of, gelu)
+    ample, tight = (
+        plan_file("m", make, machine_named("cpu"), stage="auto", memory=memory, batch_tiles=2).plan
+        for memory in (2**30, 100_000)
+    )
+    assert len(ample.token_regions) == len(tight.token_regions) == 2
+    assert 0 < len(tight.save) < len(ample.save)
 
 
 def test_saved_layers_in_parts_have_the_same_bits_wherever_shards_and_activations_are(tmp_path: Path) -> None:
@@ -385,5 +407,5 @@ def test_who_trains_no_more_than_a_last_product_hears_that_its_backward_is_whole
     wanted.backward()
     for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
         assert ours.grad is theirs.grad is None or (ours.grad - theirs.grad).abs().max() < 1e-6
-    assert "the backward of layers.0.up:addmm runs whole: nothing asks for the gradient" in caplog.text
+    assert "the backward of layers.0.up:addmm runs whole: no product makes a gradient of it" in caplog.text
     assert "layers.1" not in caplog.text

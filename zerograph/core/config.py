@@ -215,8 +215,9 @@ class Config:
 
     @property
     def recomputed(self) -> Recompute:
-        """The recomputation: of all layers where tiles of them were asked for, and nothing else was."""
-        tiled = self.layer_tiles not in ("auto", 1)
+        """The recomputation: of all layers where tiles of them were asked for, and nothing else was. Of parts of the
+        batch a search may save what fits."""
+        tiled = self.layer_tiles not in ("auto", 1) and not (self.by_sample and self.searches)
         return "full" if tiled and self.recompute == "auto" else self.recompute
 
     @property

@@ -16,7 +16,7 @@ from torch import fx
 from zerograph.graph.attention import is_random
 from zerograph.graph.layers import layer_of_node
 from zerograph.graph.nodes import LayerGradient
-from zerograph.graph.ops import INSTRUCTIONS
+from zerograph.graph.ops import INSTRUCTIONS, SPILL_SAVED
 from zerograph.tiling.cuts import (
     ALSO_POINTWISE,
     ROWS,
@@ -123,7 +123,12 @@ class _BatchGrowth(RegionGrowth):
 
     def makes(self, node: fx.Node, source: fx.Node, cut: Cut) -> bool:
         # A mask that other layers read too exists whole for them.
-        own = self._is_of_layer(source) and all(map(self._is_of_layer, self._users(source)))
+        own = self._is_of_layer(source) and all(_saves(user) or self._is_of_layer(user) for user in self._users(source))
         if not source.all_input_nodes and source.target not in SIZED:
             return False  # numbers that nobody gives: a part of them is others
         return source.op == "call_function" and own and not is_random(source)
+
+
+def _saves(user: fx.Node) -> bool:
+    """Whether ``user`` takes what it reads to the backward, or to the caller."""
+    return user.op == "output" or user.target is SPILL_SAVED

@@ -14,7 +14,7 @@ from torch import fx
 
 from zerograph.core.step import layer_of_activation
 from zerograph.graph.layers import layer_of_node
-from zerograph.graph.nodes import Activation
+from zerograph.graph.nodes import Activation, LayerGradient
 from zerograph.tiling.cuts import PRODUCTS, ROWS, Cut, Mixes
 from zerograph.tiling.token_region import NodeRegion, RegionGrowth
 
@@ -43,13 +43,15 @@ def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
 
 
 def wide_products(nodes: Iterable[fx.Node], names: Collection[str]) -> Iterator[fx.Node]:
-    """For each name, the first product of ``nodes`` that makes it."""
+    """For each name, the first product of ``nodes`` that makes it, and the gradients that bear it."""
     missing = set(names)
     for node in nodes:
         fact = node.meta.get("zg")
-        if node.target in PRODUCTS and isinstance(fact, Activation) and fact.name in missing:
-            missing.discard(fact.name)
-            yield node
+        if node.target in PRODUCTS and isinstance(fact, Activation) and fact.name in names:
+            if fact.name in missing or isinstance(fact, LayerGradient):
+                yield node
+            if not isinstance(fact, LayerGradient):
+                missing.discard(fact.name)
 
 
 def _width_of_source(product: fx.Node) -> int:

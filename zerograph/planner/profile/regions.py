@@ -65,7 +65,7 @@ class Life:
         activation: the lasting name of what a layer's forward saves; empty for what no option saves.
         bytes: of all of them.
         made: bytes of them that its region holds while it makes them: less where that runs for some tokens at a time.
-        members: the values by number, with the bytes of each that are free when a region has read it last; none where
+        members: the values by number, with the bytes of each that are free when a region has read it last; 0 where
             that runs for some tokens at a time.
         start: the region that makes it.
         read: the last region of the same phase that reads it; None where the step returns it to the user.

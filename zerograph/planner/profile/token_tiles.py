@@ -59,10 +59,10 @@ def _regions(plan: Plan, step: Step, by_sample: bool, leaves: bool) -> list[Toke
     return regions_with(step, by_sample, frozenset(plan.recompute), to_be_whole(plan, by_sample or leaves))
 
 
-def regions_with(step: Step, by_sample: bool, recompute: Collection[str], whole: Collection[str]) -> list[TokenRegion]:
-    """The regions that can run in tiles where the layers ``recompute`` are recomputed, and the parameters ``whole`` are
-    read in one piece: whole samples can of saved layers, too."""
-    fitting = (region for region in regions_of(step, by_sample) if by_sample or region.layer in recompute)
+def regions_with(step: Step, by_sample: bool, recomputed: Collection[str], whole: Collection[str]) -> list[TokenRegion]:
+    """The regions that can run in tiles where these layers are ``recomputed``, and the parameters ``whole`` are in
+    tiles themselves: regions of whole samples can in saved layers, too."""
+    fitting = (region for region in regions_of(step, by_sample) if by_sample or region.layer in recomputed)
     return [region for region in fitting if not any(name in whole for name in region.params)]
 
 

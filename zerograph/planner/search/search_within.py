@@ -9,6 +9,7 @@ from zerograph.core.machine import Machine, Tier
 from zerograph.core.step import Step
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
+from zerograph.planner.profile.token_tiles import regions_of
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
@@ -43,6 +44,7 @@ def _wider(step: Step, constraints: Constraints) -> Iterator[Constraints]:
         # Tiles read the head's weight again and again.
         constraints = replace(constraints, loss="auto")
         yield constraints
-    if constraints.tokens is None and step.token_regions:
+    tiles = constraints.recompute in ("auto", "full") or regions_of(step, by_sample=True)
+    if constraints.tokens is None and step.token_regions and tiles:
         # They round sums over tokens otherwise than a step in one piece, and of tokens recompute all layers.
         yield replace(constraints, tokens="auto")
