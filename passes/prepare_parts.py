@@ -53,7 +53,7 @@ def prepare_parts(gm: fx.GraphModule, plan: Plan) -> int:
 
 
 def _has_samples(node: fx.Node, region: NodeRegion) -> bool:
-    """Whether ``node`` is a product whose rows are samples, as that is which makes the gradient of what one has read."""
+    """Whether ``node`` is a product whose rows are samples, as one is that makes the gradient of what another reads."""
     cut = region.cuts[node]
     return node.target in PRODUCTS and cut is not None and cut.dims == ROWS.dims
 
