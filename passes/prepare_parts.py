@@ -1,4 +1,4 @@
-"""Make ready the layers that run for a part of the batch at a time and may save activations.
+"""Make ready the layers that run for a part of the batch at a time and save activations.
 
 These are put together sample by sample, and the backward of a saved layer has no product that the forward made. So
 products of gradients get the name at which the layer's parts begin, with the number of samples that their rows are of:
@@ -22,7 +22,7 @@ from zerograph.graph.nodes import LayerGradient, backward_nodes, is_view
 from zerograph.tiling.cuts import PRODUCTS, ROWS, Mixes
 from zerograph.tiling.layer_batch import batch_region
 from zerograph.tiling.layer_tokens import wide_products
-from zerograph.tiling.token_region import NodeRegion, can_be_placed
+from zerograph.tiling.token_region import NodeRegion, can_be_placed, in_both_phases
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,9 @@ def prepare_parts(gm: fx.GraphModule, plan: Plan) -> int:
     if not plan.by_sample:
         return 0
     ready, backward = 0, backward_nodes(gm.graph)
-    for product in list(wide_products(gm.graph.nodes, plan.token_regions)):
+    for product in list(wide_products(gm.graph.nodes, _that_save(plan))):
         try:
-            forward = batch_region(product, lambda node: node not in backward)
-            both = batch_region(product, lambda node, inside=forward.cuts: node in backward or node in inside)  # type: ignore[misc]
+            forward, both = in_both_phases(product, batch_region, backward)
         except Mixes as error:
             log.warning("the layer of %s may run whole: %s", product.meta["zg"].name, error)
             continue
@@ -50,6 +49,13 @@ def prepare_parts(gm: fx.GraphModule, plan: Plan) -> int:
         if not gradients and not backward.isdisjoint(both.nodes) and _is_saved(product, plan):
             log.warning("the backward of %s runs whole: no product makes a gradient of it", product.meta["zg"].name)
     return ready
+
+
+def _that_save(plan: Plan) -> list[str]:
+    """The regions of layers that save more than what enters and leaves them."""
+    saving = {layer_of_activation(name) for name in plan.save}
+    nothing = frozenset(plan.recompute) - saving
+    return [name for name in plan.token_regions if layer_of_activation(name) not in nothing]
 
 
 def _has_samples(node: fx.Node, region: NodeRegion) -> bool:

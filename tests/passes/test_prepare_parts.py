@@ -64,4 +64,12 @@ def test_other_plans_leave_the_graph_as_it_is() -> None:
     gm, p, nodes = joint()
     assert prepare_parts(gm, replace(p, by_sample=False)) == 0
     assert prepare_parts(gm, replace(p, token_tiles=1, token_regions=(), by_sample=False)) == 0
+    assert (
+        prepare_parts(gm, replace(p, recompute=("blocks.0",))) == 0
+    )  # its product is made again, and begins the parts
     assert not any("recompute" in node.meta for node in nodes.values())
+
+
+def test_a_recomputed_layer_that_saves_some_is_made_ready() -> None:
+    gm, p, _ = joint()
+    assert prepare_parts(gm, replace(p, recompute=("blocks.0",), save=("blocks.0:mul.Tensor",))) == 1

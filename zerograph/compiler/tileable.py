@@ -24,7 +24,7 @@ from zerograph.tiling.layer_batch import batch_region
 from zerograph.tiling.layer_tokens import layer_region, wide_products
 from zerograph.tiling.loss_gradients import loss_gradients
 from zerograph.tiling.region import Counts
-from zerograph.tiling.token_region import NodeRegion, head_of, region_of
+from zerograph.tiling.token_region import NodeRegion, head_of, in_both_phases, region_of
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,7 @@ def why_logits_are_untiled(product: fx.Node, backward: set[fx.Node]) -> str:
     The backward that makes them again is looked at as it will be: with what it needs of the forward.
     """
     try:
-        forward = region_of(product, lambda node: node not in backward)
-        region_of(product, lambda node: node in backward or node in forward.cuts)
+        in_both_phases(product, region_of, backward)
     except Mixes as error:
         return f"{error} ({source_line(error.node)})"
     return ""
@@ -181,14 +180,12 @@ def _layer_region(
     layer: str, product: fx.Node, backward: set[fx.Node], again: Mapping[fx.Node, str],
     region: Callable[[fx.Node, Counts], NodeRegion] = layer_region,
 ) -> NodeRegion:  # fmt: skip
-    """The region of ``layer`` in its backward, which is looked at as it will be: with what it needs of the forward,
-    computed ``again``.
+    """The region of ``layer`` in its backward, where some of it is computed ``again``.
 
     Raises:
         Mixes: forward or backward need it for all tokens at once.
     """
-    forward = region(product, lambda node: node not in backward)
-    return region(product, lambda node: node in backward or node in forward.cuts or again.get(node) == layer)
+    return in_both_phases(product, region, backward, lambda node: again.get(node) == layer)[1]
 
 
 def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx.Node, str]:

@@ -44,14 +44,15 @@ def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
 
 def wide_products(nodes: Iterable[fx.Node], names: Collection[str]) -> Iterator[fx.Node]:
     """For each name, the first product of ``nodes`` that makes it, and the gradients that bear it."""
-    missing = set(names)
+    wanted, found = frozenset(names), set[str]()
     for node in nodes:
         fact = node.meta.get("zg")
-        if node.target in PRODUCTS and isinstance(fact, Activation) and fact.name in names:
-            if fact.name in missing or isinstance(fact, LayerGradient):
+        if node.target in PRODUCTS and isinstance(fact, Activation) and fact.name in wanted:
+            if isinstance(fact, LayerGradient):
                 yield node
-            if not isinstance(fact, LayerGradient):
-                missing.discard(fact.name)
+            elif fact.name not in found:
+                found.add(fact.name)
+                yield node
 
 
 def _width_of_source(product: fx.Node) -> int:

@@ -79,6 +79,20 @@ def region_of(product: fx.Node, counts: Counts = lambda _: True) -> NodeRegion:
     return finder.region
 
 
+def in_both_phases(
+    product: fx.Node, region: Callable[[fx.Node, Counts], NodeRegion], backward: Set[fx.Node],
+    again: Counts = lambda _: False,
+) -> tuple[NodeRegion, NodeRegion]:  # fmt: skip
+    """The ``region`` of ``product`` in the forward of a joint graph, and in its backward, which is looked at as it will
+    be: with what it needs of the forward, and what is computed ``again``.
+
+    Raises:
+        Mixes: forward or backward need it for all tokens at once.
+    """
+    forward = region(product, lambda node: node not in backward)
+    return forward, region(product, lambda node: node in backward or node in forward.cuts or again(node))
+
+
 def head_of(nodes: Iterable[fx.Node], plan: Plan) -> fx.Node | None:
     """The product of ``nodes`` that makes the logits which ``plan`` cuts in tiles."""
     facts = ((node, node.meta.get("zg")) for node in nodes)

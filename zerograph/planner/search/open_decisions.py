@@ -26,8 +26,7 @@ def staying(space: SearchSpace, constraints: Constraints) -> list[Decision]:
     if profile.training and constraints.sharding == 3:
         found.append(_only(decisions.residency(space), "use" if constraints.stage == 3 else None))
     if profile.training and constraints.recompute in ("auto", "full") and profile.layers:
-        tokens = space.plan.token_tiles > 1 and not space.plan.by_sample
-        full = constraints.recompute == "full" or tokens
+        full = constraints.recompute == "full" or (space.plan.token_tiles > 1 and not space.plan.by_sample)
         found.append(_only(decisions.recompute_options(space), 0 if full else None))
     prefetches = _prefetches(space, constraints)
     found.append(decisions.prefetch(prefetches))
