@@ -240,7 +240,7 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any, like: fx
     node = graph.call_function(target, args)
     node.meta["val"] = val
     if like is not None:
-        for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr"):
+        for key in ("stack_trace", "nn_module_stack", "partitioner_tag", "seq_nr"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     return node

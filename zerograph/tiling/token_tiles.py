@@ -78,6 +78,8 @@ class _TokenLoop:
             else:
                 copy = computed(self.graph, node.target, args, node, named)
                 self.vals[node, count] = copy.meta["val"]
+            if "fwd_nn_module_stack" in node.meta:  # of a gradient, whose segment has its layer's name
+                copy.meta["fwd_nn_module_stack"] = node.meta["fwd_nn_module_stack"]
             copy.meta["zg"] = self.fact
             return copy
 
