@@ -21,6 +21,7 @@ from facts import append_json, describe, machine_facts
 from torch import nn
 
 import zerograph
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Bucket, Param, Placement, Plan
 from zerograph.optim.ring import through_slots
 from zerograph.runtime.offload.nvme import Arena
@@ -74,7 +75,9 @@ def main() -> None:
 
 def plan_of(params: dict[str, nn.Parameter]) -> Plan:
     """Every parameter a bucket, its states on NVMe."""
-    described = (Param(name, tuple(p.shape), *["float32"] * 3, True, sharded=True) for name, p in params.items())
+    described = (
+        Param(name, tuple(p.shape), *["float32"] * 3, True, home=Layout("rows", 1)) for name, p in params.items()
+    )
     buckets = (Bucket(i, p.name, (p,), "use", Placement(optimizer="nvme")) for i, p in enumerate(described))
     return Plan(3, 1, tuple(buckets), 1)
 

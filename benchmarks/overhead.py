@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zerograph.core.instructions import Compute, Free, Gather, Instruction, WaitGather
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Bucket
 from zerograph.core.program import Program, Segment
 from zerograph.core.step import Param
@@ -68,7 +69,7 @@ def executor() -> Executor:
     register, x = inputs, inputs - 1
     for index in range(BUCKETS):
         names = [f"layers.{index}.{k}" for k in range(PARAMS)]
-        params = tuple(Param(n, (2,), "float32", "float32", "float32", True, True) for n in names)
+        params = tuple(Param(n, (2,), "float32", "float32", "float32", True, Layout("rows", 1)) for n in names)
         buckets.append(Bucket(index, f"layers.{index}", params, "use"))
         shards = tuple(range(index * PARAMS, (index + 1) * PARAMS))
         full = tuple(range(register + 1, register + 1 + PARAMS))

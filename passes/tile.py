@@ -57,9 +57,9 @@ def tile(gm: fx.GraphModule, plan: Plan) -> int:
     reduced = [m for m in markers(gm.graph, REDUCE_GRAD) if m.name in tiled]
     inserted = 0
     for marker in read:
-        inserted += _RowTiles(gm.graph, tiled[marker.name], plan.world_size, marker).use()
+        inserted += _RowTiles(gm.graph, tiled[marker.name], marker).use()
     for marker in reduced:
-        inserted += _RowTiles(gm.graph, tiled[marker.name], plan.world_size, marker).reduce()
+        inserted += _RowTiles(gm.graph, tiled[marker.name], marker).reduce()
     if read or reduced:
         gm.graph.eliminate_dead_code()
         gm.graph.lint()
@@ -70,11 +70,11 @@ def tile(gm: fx.GraphModule, plan: Plan) -> int:
 class _RowTiles:
     """The tiles of one parameter, in place of ``marker``."""
 
-    def __init__(self, graph: fx.Graph, bucket: Bucket, ranks: int, marker: Marker) -> None:
+    def __init__(self, graph: fx.Graph, bucket: Bucket, marker: Marker) -> None:
         self.graph, self.marker = graph, marker
         self.param = bucket.params[0]
-        self.params = tile_params(self.param, bucket.tiles, ranks)
-        self.shares = Shares(graph, self.param.shape[0], ranks)
+        self.params = tile_params(self.param, bucket.tiles)
+        self.shares = Shares(graph, self.param.shape[0], self.param.home.ranks)
         self.like = marker.node
 
     def use(self) -> int:

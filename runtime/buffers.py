@@ -73,21 +73,18 @@ class BufferPool:
         self._taken = taken
 
 
-def allocate_full(
-    params: Sequence[Param], world_size: int, device: torch.device, pool: BufferPool | None = None
-) -> Full:
+def allocate_full(params: Sequence[Param], device: torch.device, pool: BufferPool | None = None) -> Full:
     """Uninitialized memory for the full ``params``, out of ``pool`` if there is one (host memory only)."""
     offsets, end = [], 0
     for p in params:
         offsets.append(end)
-        size = world_size * p.chunk_elements(world_size) * torch_dtype(p.compute_dtype).itemsize
+        size = p.padded_elements * torch_dtype(p.compute_dtype).itemsize
         end += aligned(size)
     buffer = pool.take(end) if pool is not None else torch.empty(end, dtype=torch.uint8, device=device)
     padded = []
     for p, offset in zip(params, offsets, strict=True):
         dtype = torch_dtype(p.compute_dtype)
-        count = world_size * p.chunk_elements(world_size)
-        padded.append(buffer[offset : offset + count * dtype.itemsize].view(dtype))
+        padded.append(buffer[offset : offset + p.padded_elements * dtype.itemsize].view(dtype))
     tensors = [flat[: p.elements].view(p.shape) for p, flat in zip(params, padded, strict=True)]
     return Full(buffer, padded, tensors)
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from zerograph.core.rows import rows_of
+from zerograph.core.layout import rows_of
 
 
 def placements_of(sharded: bool, mesh: DeviceMesh) -> tuple[Placement, ...]:

@@ -31,7 +31,7 @@ from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.frame import Frame
 from zerograph.core.config import Config
 from zerograph.core.garbage import without_gc
-from zerograph.core.rows import rows_of
+from zerograph.core.layout import rows_of
 from zerograph.dryrun.compile_only import Compiled, simulated_rank
 from zerograph.runtime.comm.collectives import LoneCommunicator
 from zerograph.runtime.dtensors import is_sharded

@@ -9,6 +9,7 @@ from typing import Any
 
 from zerograph.core.files.planfile import Holding, PassRecord, PlanFile, Reason
 from zerograph.core.files.runfile import Beside, Measured, Run, move_key
+from zerograph.core.layout import Layout
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.step import Param
@@ -120,7 +121,17 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
         Bucket(
             i,
             f"blocks.{i}",
-            (Param(f"blocks.{i}.weight", (2048, 3072), "float32", "float32", "float32", True, True),),
+            (
+                Param(
+                    f"blocks.{i}.weight",
+                    (2048, 3072),
+                    "float32",
+                    "float32",
+                    "float32",
+                    True,
+                    Layout("rows", world_size),
+                ),
+            ),
             "use",
         )
         for i in range(layers)

@@ -144,12 +144,12 @@ class ThreadCommunicator:
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Any] = ()) -> _Pending:
         """Send this rank's rows."""
-        return self._start("gather", params, padded_shards(params, shards, self.world_size, CPU))
+        return self._start("gather", params, padded_shards(params, shards, CPU))
 
     def finish_gather(self, pending: _Pending) -> list[Tensor]:
         """The full parameters."""
         by_rank = self._finish(pending)
-        full = allocate_full(pending.params, self.world_size, CPU)
+        full = allocate_full(pending.params, CPU)
         for place, flat in enumerate(full.padded):
             flat.copy_(torch.cat([sent[place] for sent in by_rank]))
         return full.tensors
@@ -159,7 +159,7 @@ class ThreadCommunicator:
         for grad in grads:
             assert not grad.isnan().any(), "a gradient is reduced before it is there"
         sent = [
-            gradient_message([p], [g], torch_dtype(p.reduce_dtype), self.world_size, CPU)
+            gradient_message([p], [g], torch_dtype(p.reduce_dtype), CPU)
             if p.sharded
             else g.detach().to(torch_dtype(p.reduce_dtype)).reshape(1, -1)
             for p, g in zip(params, grads, strict=True)
@@ -174,7 +174,7 @@ class ThreadCommunicator:
             total = by_rank[0][place][row].clone()
             for sent in by_rank[1:]:
                 total += sent[place][row]
-            shape = param.shard_shape(self.rank, self.world_size)
+            shape = param.shard_shape(self.rank)
             mean = (total / self.world_size).to(torch_dtype(param.dtype))
             results.append(mean[: prod(shape)].view(shape))
         return results

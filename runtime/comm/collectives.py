@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerograph.core.errors import ConfigError, RankError
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, torch_dtype
 from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
@@ -117,7 +118,8 @@ def sum_over_ranks(comm: Communicator, value: Tensor, program: str) -> Tensor:
     Every rank adds up all values in the order of ranks, in float64, so all have the same sum.
     """
     double = "float64"
-    param = Param(f"a number of the {program}", (comm.world_size,), double, double, double, False, True)
+    rows = Layout("rows", comm.world_size)
+    param = Param(f"a number of the {program}", (comm.world_size,), double, double, double, False, rows)
     with together(comm, Entry(program, sequence_of([param.name]), comm.steps)):
         (values,) = comm.finish_gather(comm.start_gather([param], [value.double().reshape(1)]))
     return values.sum()
@@ -390,15 +392,15 @@ class GroupCommunicator:
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
     ) -> _PendingGather:
         """See :class:`Communicator`."""
-        full = allocate_full(params, self.world_size, self.device)
+        full = allocate_full(params, self.device)
         self._begun()
         if self._gathers is None:
-            received, flat = self._messages(padded_shards(params, shards, self.world_size, self.device))
+            received, flat = self._messages(padded_shards(params, shards, self.device))
             flight = self._launch(None, _all_gather, received, flat, group=self.group)
             return _PendingGather(params, full, [flight], [received], [flat])
         with self._gathers.behind(behind):
             # What is made here has memory of this stream, and goes back to it.
-            sends = padded_shards(params, shards, self.world_size, self.device)
+            sends = padded_shards(params, shards, self.device)
             if self.coalesces:
                 with coalescing(self.group):
                     for out, send in zip(full.padded, sends, strict=True):
@@ -436,10 +438,10 @@ class GroupCommunicator:
         # One message for each dtype and kind, in the order in which parameters stand: the same on all ranks.
         works, alive = [], []
         self._begun()
-        for dtype, sharded in dict.fromkeys((p.reduce_dtype, p.sharded) for p in params):
-            members = [i for i, p in enumerate(params) if (p.reduce_dtype, p.sharded) == (dtype, sharded)]
+        for dtype, reduction in dict.fromkeys((p.reduce_dtype, p.reduction) for p in params):
+            members = [i for i, p in enumerate(params) if (p.reduce_dtype, p.reduction) == (dtype, reduction)]
             chosen = [params[i] for i in members]
-            run = self._reduce_scatter if sharded else self._all_reduce
+            run = self._reduce_scatter if reduction == "reduce-scatter" else self._all_reduce
             parts, flight, send = run(chosen, [grads[i] for i in members], torch_dtype(dtype))
             works.append(flight)
             alive.append(send)
@@ -450,18 +452,15 @@ class GroupCommunicator:
     def _reduce_scatter(
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], _Flight, Tensor]:
-        lengths = [p.chunk_elements(self.world_size) for p in params]
-        send = gradient_message(params, grads, dtype, self.world_size, self.device)
+        lengths = [p.chunk_elements for p in params]
+        send = gradient_message(params, grads, dtype, self.device)
         if self.compares:  # as gloo does by itself, in twice the time, and then its wait has no timeout
             out = send[self.rank]
             flight = self._launch(None, dist.all_reduce, send, group=self.reduce_group)
         else:
             out = send.new_empty(sum(lengths))
             flight = self._launch(self._reductions, _reduce_scatter, out, send.view(-1), group=self.reduce_group)
-        parts = [
-            part[: prod(p.shard_shape(self.rank, self.world_size))]
-            for p, part in zip(params, out.split(lengths), strict=True)
-        ]
+        parts = [part[: prod(p.shard_shape(self.rank))] for p, part in zip(params, out.split(lengths), strict=True)]
         return parts, flight, send
 
     def _all_reduce(
@@ -482,9 +481,7 @@ class GroupCommunicator:
             cast = [torch.empty_like(mean, dtype=dtype) for mean, dtype in zip(means, dtypes, strict=True)]
             torch._foreach_copy_(cast, list(means))
             means = cast
-        return [
-            mean.view(p.shard_shape(self.rank, self.world_size)) for p, mean in zip(pending.params, means, strict=True)
-        ]
+        return [mean.view(p.shard_shape(self.rank)) for p, mean in zip(pending.params, means, strict=True)]
 
     def abort(self, reason: str) -> None:
         """See :class:`Communicator`."""

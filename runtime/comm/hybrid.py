@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.axes import Axes
@@ -97,7 +98,8 @@ class HybridCommunicator:
             return
         pending.results, pending.shards = self.shards.finish_reduce(pending.shards), None
         # Each rank's part is another parameter's to the ranks of this axis: one that they all hold.
-        parts = [replace(p, shape=p.shard_shape(self.rank, self.world_size), sharded=False) for p in pending.params]
+        whole = Layout("whole", self.replicas.world_size)
+        parts = [replace(p, shape=p.shard_shape(self.rank), home=whole) for p in pending.params]
         filled = [(part, grad) for part, grad in zip(parts, pending.results, strict=True) if grad.numel()]
         pending.replicas = self.replicas.start_reduce([part for part, _ in filled], [grad for _, grad in filled])
 

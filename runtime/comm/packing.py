@@ -16,21 +16,18 @@ from zerograph.runtime import kernels
 from zerograph.runtime.buffers import ALIGNMENT, torch_dtype
 
 
-def padded_shards(
-    params: Sequence[Param], shards: Sequence[Tensor], world_size: int, device: torch.device
-) -> list[Tensor]:
+def padded_shards(params: Sequence[Param], shards: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Each shard in the compute dtype, as long as every rank's, flat; itself where it is that already.
 
     Args:
         params: whose shards they are.
         shards: this rank's rows, maybe none, on ``device`` or on the host.
-        world_size: ranks that a parameter is split over.
         device: of the collective.
     """
     sends: list[Tensor | None] = [None] * len(params)
     kinds: dict[torch.dtype, list[int]] = {}
     for i, (param, shard) in enumerate(zip(params, shards, strict=True)):
-        dtype, length = torch_dtype(param.compute_dtype), param.chunk_elements(world_size)
+        dtype, length = torch_dtype(param.compute_dtype), param.chunk_elements
         here = shard.device.type == device.type
         if here and shard.dtype == dtype and shard.numel() == length and shard.is_contiguous():
             sends[i] = shard.detach().view(-1)
@@ -41,7 +38,7 @@ def padded_shards(
             # Of columns a strided copy: they are packed as they are written into the message.
             sends[i][: shard.numel()].view(shard.shape).copy_(shard.detach())  # type: ignore[index]
     for dtype, members in kinds.items():
-        lengths = [params[i].chunk_elements(world_size) for i in members]
+        lengths = [params[i].chunk_elements for i in members]
         offsets, width = _aligned(lengths, ALIGNMENT // dtype.itemsize)
         message = torch.empty(1, width, dtype=dtype, device=device)
         _pack([shards[i].detach().reshape(-1) for i in members], lengths, offsets, message)
@@ -51,7 +48,7 @@ def padded_shards(
 
 
 def gradient_message(
-    params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, device: torch.device
+    params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Full gradients as the message of a reduce-scatter.
 
@@ -59,20 +56,20 @@ def gradient_message(
         params: sharded ones.
         grads: of each, full.
         dtype: in which they are summed.
-        world_size: ranks that a parameter is split over.
         device: of the collective.
 
     Returns:
-        ``[world_size, elements]``: for each rank its rows of one gradient behind those of another, with zeros where it
+        ``[ranks, elements]``: for each rank its rows of one gradient behind those of another, with zeros where it
         has fewer than other ranks.
     """
-    lengths = [p.chunk_elements(world_size) for p in params]
+    (ranks,) = {p.home.ranks for p in params}
+    lengths = [p.chunk_elements for p in params]
     offsets, width = _aligned(lengths, 1)
     if all(_packs(device, grad.dtype, dtype) and grad.device.type == device.type for grad in grads):
-        message = torch.empty(world_size, width, dtype=dtype, device=device)
+        message = torch.empty(ranks, width, dtype=dtype, device=device)
         _pack([grad.detach().reshape(-1) for grad in grads], lengths, offsets, message)
         return message
-    message = torch.zeros(world_size, width, dtype=dtype, device=device)
+    message = torch.zeros(ranks, width, dtype=dtype, device=device)
     for length, grad, offset in zip(lengths, grads, offsets, strict=True):
         # Ranks have equal parts, but for the last one that has any.
         flat = grad.reshape(-1)

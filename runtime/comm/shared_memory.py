@@ -103,12 +103,9 @@ class SharedMemoryCommunicator:
 
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        full: Full = allocate_full(pending.params, self.world_size, torch.device("cpu"), self.pool)
+        full: Full = allocate_full(pending.params, torch.device("cpu"), self.pool)
         # Only now: until the peers' data is read, the bucket needs no memory of its own.
-        outs = [
-            (flat.data_ptr(), p.chunk_elements(self.world_size))
-            for p, flat in zip(pending.params, full.padded, strict=True)
-        ]
+        outs = [(flat.data_ptr(), p.chunk_elements) for p, flat in zip(pending.params, full.padded, strict=True)]
         ticket = pending.ticket
         self._finish("gather", pending.params, ticket, lambda wait: self.mailbox.finish_gather(ticket, outs, wait))
         return full.tensors
@@ -178,7 +175,7 @@ class SharedMemoryCommunicator:
             return None
         pieces = []
         for i in members:
-            own = params[i].summed_elements(self.world_size)
+            own = params[i].summed_elements
             pieces.append((grads[i].data_ptr(), grads[i].numel(), own, _wire_of(grads[i].dtype)))
         begin = self.mailbox.start_reduce if sharded else self.mailbox.start_all_reduce
         with self._explained("reduce", params):
@@ -186,7 +183,7 @@ class SharedMemoryCommunicator:
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        shapes = [p.shard_shape(self.rank, self.world_size) for p in pending.params]
+        shapes = [p.shard_shape(self.rank) for p in pending.params]
         results = [torch.empty(s, dtype=torch_dtype(p.dtype)) for s, p in zip(shapes, pending.params, strict=True)]
         scale = 1.0 / self.world_size
         finish = {True: self.mailbox.finish_reduce, False: self.mailbox.finish_all_reduce}

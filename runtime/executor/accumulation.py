@@ -268,7 +268,7 @@ def _mark_zeros(local: Tensor) -> None:
 
 
 def _nothing(param: Param, device: torch.device, comm: Communicator) -> Tensor:
-    shape = param.shard_shape(comm.rank, comm.world_size)
+    shape = param.shard_shape(comm.rank)
     return torch.full(shape, -0.0, dtype=torch_dtype(param.dtype), device=device)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 import torch
 from torch import Tensor
 
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.collectives import Communicator, together
@@ -119,7 +120,8 @@ class LateGradients:
     def _anywhere(self, has: Sequence[bool]) -> list[bool]:
         """For each gradient, whether any rank has one."""
         single = "float32"
-        param = Param("which parameters have gradients", (len(has),), single, single, single, False, False)
+        whole = Layout("whole", self._comm.world_size)
+        param = Param("which parameters have gradients", (len(has),), single, single, single, False, whole)
         mine = torch.tensor(has, dtype=torch.float32, device=next(iter(self._params.values()))[1].device)
         (share,) = self._comm.finish_reduce(self._comm.start_reduce([param], [mine]))
         return (share > 0).tolist()  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from ranks import run
 from zerograph.compiler.agreement import Agreement
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.instructions import Compute, Gather
+from zerograph.core.layout import Layout
 from zerograph.core.plan import GivenPlan
 from zerograph.core.program import Program
 from zerograph.core.step import Param
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def program(*names: str, kind: str = "forward") -> Program:
-    params = [Param(name, (4,), "float32", "float32", "float32", True, True) for name in names]
+    params = [Param(name, (4,), "float32", "float32", "float32", True, Layout("rows", 2)) for name in names]
     gathers = [Gather(i, (p,), (i,), i + 10) for i, p in enumerate(params)]
     return Program(kind, 3, 20, (*gathers, Compute(0, (0,), (5,))), (), ())
 

@@ -120,7 +120,7 @@ def test_updates_are_what_the_forecast_takes_time_for() -> None:
     trained = [p.name for p in step.params if p.trainable]
     assert [op.params[0] for op in step.updates] == trained and "up.bias" not in trained
     expected = sum(machine.update.seconds(op.moved) for op in step.updates)
-    sizes = tuple(update_bytes(p, 2, 2 * shard_bytes(p, 2)) for p in step.params if p.trainable)
+    sizes = tuple(update_bytes(p, 2 * shard_bytes(p)) for p in step.params if p.trainable)
     assert expected == pytest.approx(Rates(machine, 2, "float32").seconds(Update((), sizes), ()))
     file = _dry()
     spans = [span for span in file.forecast.spans if span.name == "optimizer update"]

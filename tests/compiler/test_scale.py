@@ -114,9 +114,9 @@ def test_each_rank_holds_its_part_of_every_parameter(ranks: dict[int, Seen]) -> 
             if name == "temperature":
                 assert elements == 1
                 continue
-            assert elements == prod(params[name].shard_shape(rank, WORLD))
+            assert elements == prod(params[name].shard_shape(rank))
     whole = sum(p.elements for p in params.values())
-    padded = sum(p.chunk_elements(WORLD) for p in params.values())
+    padded = sum(p.chunk_elements for p in params.values())
     assert sum(ranks[0]["local"].values()) <= padded + 1 < 1.1 * whole / WORLD + 100
     assert sum(ranks[WORLD - 1]["local"].values()) < sum(ranks[0]["local"].values())  # 1000 rows end at rank 499
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from zerograph.core.executable import Executable
+from zerograph.core.layout import Layout
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Param, Placement, Plan
 
-PARAM = Param("a.weight", (64, 4), "float32", "float32", "float32", True, True)
+PARAM = Param("a.weight", (64, 4), "float32", "float32", "float32", True, Layout("rows", 2))
 PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
 
 

@@ -15,6 +15,7 @@ from harness import Rank
 from torch import Tensor, nn
 
 from zerograph.core.instructions import Gather, Move
+from zerograph.core.layout import Layout
 from zerograph.core.machine import Machine, Tier, machine_named
 from zerograph.core.placement import copy_tier, values_tier
 from zerograph.core.plan import Placement
@@ -49,7 +50,7 @@ STATES_BELOW = Placement("host", "host", "nvme")
 def test_the_rule(
     dtype: str, trainable: bool, placement: Placement, split: bool, values: Tier, copy: Tier | None
 ) -> None:
-    param = Param("weight", (4, 4), dtype, "bfloat16", "float32", trainable, sharded=True)
+    param = Param("weight", (4, 4), dtype, "bfloat16", "float32", trainable, home=Layout("rows", 1))
     assert (values_tier(param, placement, split), copy_tier(param, placement, split)) == (values, copy)
 
 
@@ -88,7 +89,7 @@ def _found(machine: Machine, rank: Rank) -> dict[str, tuple[int, int]]:
         if isinstance(each, Move) and each.what == "shard" and not each.staged:
             fetched[each.bucket] += each.bytes
     for bucket in frame.plan.buckets:
-        size = Shards.of(bucket.params, rank.world_size, 0, staging).at(bucket.placement).fetched
+        size = Shards.of(bucket.params, 0, staging).at(bucket.placement).fetched
         found[bucket.name] = fetched[bucket.index], size if bucket.placement.parameters != "device" else 0
     return found
 

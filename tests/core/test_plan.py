@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerograph.core.errors import ZeroGraphError
+from zerograph.core.layout import Layout
 from zerograph.core.machine import TIERS
 from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.step import Param
@@ -23,7 +24,7 @@ _PARAMS = st.builds(
     compute_dtype=_DTYPES,
     reduce_dtype=_DTYPES,
     trainable=st.booleans(),
-    sharded=st.booleans(),
+    home=st.builds(Layout, st.sampled_from(["rows", "whole"]), st.integers(1, 4)),
 )
 _TIERS = st.sampled_from(TIERS)
 _BUCKETS = st.builds(
@@ -72,7 +73,7 @@ def test_plans_that_differ_have_different_digests(one: Plan, other: Plan) -> Non
 def test_another_version_is_refused() -> None:
     data = json.loads(Plan(3, 2, (), 1).to_json())
     for version in (4, 99, None):
-        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 13"):
+        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 14"):
             Plan.from_json(json.dumps({**data, "version": version}))
 
 
@@ -106,7 +107,7 @@ def test_what_is_of_another_type_is_refused(name: str, value: object) -> None:
 
 
 def test_a_scalar_has_no_rows_for_tiles() -> None:
-    scalar = Param("s", (), "float32", "float32", "float32", True, True)
+    scalar = Param("s", (), "float32", "float32", "float32", True, Layout("rows", 2))
     plan = Plan(3, 2, (Bucket(0, "s", (scalar,), "use", tiles=2),), 1)
     assert list(plan.mistakes()) == ["bucket s is tiled, and is not one sharded parameter"]
 
@@ -119,8 +120,8 @@ def test_what_is_missing_is_not_made_up() -> None:
 
 
 def test_bytes_and_lookup() -> None:
-    a = Param("a", (4, 4), "float32", "bfloat16", "float32", True, True)
-    b = Param("b", (2,), "float32", "float32", "float32", True, False)
+    a = Param("a", (4, 4), "float32", "bfloat16", "float32", True, Layout("rows", 2))
+    b = Param("b", (2,), "float32", "float32", "float32", True, Layout("whole", 2))
     bucket = Bucket(0, "both", (a, b), "use")
     assert bucket.gathered_bytes == 16 * 2 + 2 * 4
     assert Plan(3, 2, (bucket,), 1).bucket_of() == {"a": bucket, "b": bucket}

@@ -31,14 +31,15 @@ from zerograph.core.instructions import (
     WaitGather,
     WaitReduce,
 )
+from zerograph.core.layout import Layout
 from zerograph.core.machine import LINKS, TIERS, Tier
 from zerograph.core.plan import Residency
 from zerograph.core.program import Program, Segment, stays_resident
 from zerograph.core.step import Param
 from zerograph.core.timeline import STREAMS
 
-W = Param("w", (4,), "float32", "float32", "float32", True, True)
-V = Param("v", (2,), "float32", "bfloat16", "float32", True, False)
+W = Param("w", (4,), "float32", "float32", "float32", True, Layout("rows", 2))
+V = Param("v", (2,), "float32", "bfloat16", "float32", True, Layout("whole", 2))
 
 
 def moving(source: Tier, target: Tier, what: str = "shard") -> Move:

@@ -16,13 +16,14 @@ from numerics.test_offload import Run, adamw
 from ranks import run
 
 from zerograph.core.instructions import Gather, Move, WaitFetch, WaitGather
+from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import GroupCommunicator, LoneCommunicator
 from zerograph.runtime.comm.own_stream import OwnStream
 
 
 def _param(rows: int) -> Param:
-    return Param("weight", (rows, 1024), "float32", "bfloat16", "float32", trainable=True, sharded=True)
+    return Param("weight", (rows, 1024), "float32", "bfloat16", "float32", trainable=True, home=Layout("rows", 1))
 
 
 def test_gather_and_reduce_round_trip(alone: dist.ProcessGroup) -> None:

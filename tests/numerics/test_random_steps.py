@@ -103,7 +103,7 @@ def _divided(plan: Plan, step: Step, draw: Random, placement: Placement) -> Plan
     for bucket in plan.buckets:
         alone = len(bucket.params) == 1 and bucket.params[0].name in tilable
         untiled = plan.loss_tiles > 1 and "head" in bucket.name  # which each tile of the loss reads
-        most = 1 if untiled or not alone or draw.random() < 0.5 else bucket.params[0].chunk(plan.world_size)
+        most = 1 if untiled or not alone or draw.random() < 0.5 else bucket.params[0].chunk
         buckets.append(replace(bucket, tiles=draw.randint(1, min(5, most)), placement=placement))
     plan = replace(plan, buckets=tuple(buckets), recompute=tuple(recompute), save=tuple(save))
     return with_token_tiles(plan, step, draw.choice([1, 3]))

@@ -104,7 +104,7 @@ def planned(
         trains = param.trainable or placement.parameters != "device"
         tiled = tiles if param.name in found.frame.step.tilable else 1
         own = placement if trains else Placement()
-        buckets.append(replace(bucket, tiles=min(tiled, param.chunk(world_size)), placement=own))
+        buckets.append(replace(bucket, tiles=min(tiled, param.chunk), placement=own))
     assert sum(bucket.tiles > 1 for bucket in buckets) == TILABLE[net] * (tiles > 1)
     path.write_text(replace(file, plan=replace(file.plan, buckets=tuple(buckets))).to_json())
     return path

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 import zerograph
 import zerograph._core as _core
 from zerograph.core.errors import StorageError
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Bucket, Param, Placement, Plan
 from zerograph.runtime.offload import slots
 from zerograph.runtime.offload.extents import Extent
@@ -47,7 +48,7 @@ def params_of(sizes: list[int]) -> dict[str, nn.Parameter]:
 
 def stored(params: dict[str, nn.Parameter], buckets: int, folder: Path, times: int = 2) -> ShardStore:
     store = ShardStore(params, lambda size: Arena([folder], times * size))
-    described = [Param(n, tuple(p.shape), *["float32"] * 3, True, True) for n, p in params.items()]
+    described = [Param(n, tuple(p.shape), *["float32"] * 3, True, Layout("rows", 1)) for n, p in params.items()]
     parts = [tuple(described[i::buckets]) for i in range(buckets)]
     plan = Plan(
         3, 1, tuple(Bucket(i, f"b{i}", p, "use", Placement(optimizer="nvme")) for i, p in enumerate(parts) if p), 1

@@ -58,7 +58,7 @@ view_default_2 = view(place_default_1, [3, 8])
 return [view_default_2]""",
     )
     assert [m.tile for m in markers(gm.graph, UNSHARD)] == [
-        TileFact(i, param) for i, param in enumerate(tile_params(p.buckets[0].params[0], 2, 2))
+        TileFact(i, param) for i, param in enumerate(tile_params(p.buckets[0].params[0], 2))
     ]
 
 

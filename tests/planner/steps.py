@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Plan
 from zerograph.core.step import ITEM_SIZE, Op, Param, Step, Value, layer_of_activation
 from zerograph.planner.profile.liveness import Mode
@@ -45,6 +46,8 @@ class _Builder:
 
 
 WORLD, MOMENTS = 1, 2
+ALONE = Layout("rows", WORLD)
+"""The layout of traced parameters here; plans lay them over their ranks."""
 """Of the updates that steps end with; the planner counts them for its own world and optimizer."""
 
 
@@ -55,7 +58,7 @@ def step_of(layers: list[Layer], training: bool = True, updates: bool = True) ->
     stream = "x"
     for i, layer in enumerate(layers):
         module = f"blocks.{i}"
-        build.params.append(Param(f"{module}.weight", (layer.rows,), "float32", "float32", "float32", True, True))
+        build.params.append(Param(f"{module}.weight", (layer.rows,), "float32", "float32", "float32", True, ALONE))
         build.values.append(Value(f"shard{i}", layer.rows, "input"))
         params = (f"{module}.weight",)
         full = build.op(f"full{i}", "forward", module, [f"shard{i}"], 4 * layer.rows, "gathered", params, cheap=False)
@@ -73,7 +76,7 @@ def step_of(layers: list[Layer], training: bool = True, updates: bool = True) ->
     if training:
         _backward(build, layers)
     step = Step(tuple(build.ops), tuple(build.values), tuple(build.params), training, ("loss",))
-    return with_updates(step, WORLD, MOMENTS) if updates else step
+    return with_updates(step, MOMENTS) if updates else step
 
 
 def _backward(build: _Builder, layers: list[Layer]) -> None:
@@ -99,7 +102,10 @@ def _backward(build: _Builder, layers: list[Layer]) -> None:
 def of_kinds(step: Step, kinds: Sequence[tuple[bool, bool]]) -> Step:
     """``step`` of :func:`step_of` with each parameter sharded and trained or not; one that is not has no gradient."""
     pairs = list(zip(step.params, kinds, strict=True))
-    params = tuple(replace(param, sharded=sharded, trainable=trainable) for param, (sharded, trainable) in pairs)
+    params = tuple(
+        replace(param, home=Layout.home(1, sharded=sharded), trainable=trainable)
+        for param, (sharded, trainable) in pairs
+    )
     still = {
         name
         for i, param in enumerate(params)
@@ -123,7 +129,7 @@ def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16"
 
     def scaled(key: str, module: str, stream: str) -> str:
         param = f"{module}.{key}"
-        build.params.append(Param(param, (hidden,), "float32", compute, "float32", True, True))
+        build.params.append(Param(param, (hidden,), "float32", compute, "float32", True, ALONE))
         build.values.append(Value(f"shard_{key}", 4, "input"))
         size = hidden * item
         build.op(f"full_{key}", "forward", module, [f"shard_{key}"], size, "gathered", (param,), cheap=False)
@@ -144,7 +150,7 @@ def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16"
         for name, (rows, columns) in shapes.items():
             key, param = f"{name}{i}", f"{module}.{name}.weight"
             shape = (rows * hidden, columns * hidden)
-            build.params.append(Param(param, shape, "float32", compute, "float32", True, True))
+            build.params.append(Param(param, shape, "float32", compute, "float32", True, ALONE))
             build.values.append(Value(f"shard_{key}", 4, "input"))
             work, inputs[key] = 2 * tokens * shape[0] * shape[1], stream
             size = shape[0] * shape[1] * item
@@ -173,7 +179,7 @@ def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16"
             gradient = scaled_back(f"first{i}", module, gradient)
         gradient = build.op(f"d_end{i}", "backward", module, [leaving, gradient], tokens * hidden * item)
     step = Step(tuple(build.ops), tuple(build.values), tuple(build.params), True, ("loss",))
-    return with_updates(step, WORLD, MOMENTS)
+    return with_updates(step, MOMENTS)
 
 
 def profile_of(step: Step, plan: Plan) -> Profile:

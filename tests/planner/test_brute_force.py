@@ -90,7 +90,7 @@ def judged(step: Step, plans: Iterator[Plan], machine: Machine) -> list[tuple[fl
     scheduler = Scheduler(
         profile(step, saved_sets=saved_sets), [b.params for b in first.buckets], [b.name for b in first.buckets], rates
     )
-    held = (("device", sum(state_bytes(step.params, WORLD, 2))),)
+    held = (("device", sum(state_bytes(step.over(WORLD).params, 2))),)
     found = []
     for plan in (first, *plans):
         assert not list(plan.mistakes())

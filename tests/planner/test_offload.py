@@ -21,6 +21,7 @@ from zerograph.core.errors import ZeroGraphError
 from zerograph.core.executable import Executable
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.instructions import Move
+from zerograph.core.layout import Layout
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.param_bytes import gathered_bytes, state_bytes
 from zerograph.core.plan import OVERLAPS, Bucket, Offload, Placement, Plan, tile_rows
@@ -232,7 +233,7 @@ def plans(draw: st.DrawFn) -> Drawn:
     for bucket in plan.buckets:
         tiles, residency = 1, bucket.residency
         if stage == 3:
-            rows = bucket.params[0].chunk(plan.world_size)
+            rows = bucket.params[0].chunk
             tiles = draw(st.integers(1, min(rows, 5))) if len(bucket.params) == 1 and bucket.params[0].sharded else 1
             residency = draw(st.sampled_from(["use", "backward"])) if tiles == 1 else "use"
         kept = [h for h in placements if h == Placement() or _moves(bucket, h)]
@@ -305,7 +306,7 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
         in_place = b.placement.parameters == "device" and (world == 1 or b.placement.optimizer != "device")
         placed = part.shards.at(b.placement)
         own = (placed.in_place if world == 1 else placed.copies * rates.overlaps) if in_place else 0
-        gathered += b.residency == "step" and gathered_bytes(b.params, world) > own
+        gathered += b.residency == "step" and gathered_bytes(b.params) > own
     assert (left["gathered"], left["activation"]) == (gathered, 1)
     assert set(left) <= {"gathered", "activation", "gradient"}
     gradients = [h.name for h in file.holdings if h.kind == "gradient" and h.last == -1]
@@ -318,7 +319,7 @@ def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
     step, plan, machine, moments = found
     scheduler = scheduler_of(step, plan, machine, moments)
     forecast, _ = forecast_plan(scheduler, plan)
-    held: TierBytes = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, moments))
+    held: TierBytes = tuple(("device", size) for size in state_bytes(step.over(plan.world_size).params, moments))
     held += scheduler.moved(plan)
     seconds, peaks, tasks = time_and_peaks(coarse_programs(scheduler, plan), scheduler.costs, held)
     assert tasks == len(forecast.spans)
@@ -333,7 +334,7 @@ def _peak(forecast: Forecast, tier: Tier) -> int:
 def test_tiles_cover_every_shard_exactly_once(rows: int, world: int, tiles: int) -> None:
     step = step_of([Layer(rows=rows)])
     plan = placed(ruled(step, world=world), Placement(), tiles)
-    chunk = step.params[0].chunk(world)
+    chunk = step.over(world).params[0].chunk
     if tiles > chunk:
         assert any("tiles" in wrong for wrong in plan.mistakes())
         return
@@ -394,7 +395,7 @@ def test_tiling_holds_a_few_tiles_instead_of_the_whole() -> None:
 
 def test_what_is_not_sharded_stays() -> None:
     step = step_of([Layer(rows=2)] * 2)  # fewer rows than ranks
-    step = replace(step, params=tuple(replace(p, sharded=False) for p in step.params))
+    step = replace(step, params=tuple(replace(p, home=Layout("whole", p.home.ranks)) for p in step.params))
     file = file_of(step, placed(ruled(step, world=8), PLACEMENTS[-1]), GPU)
     assert set(file.forecast.peaks) == {"device"}
     assert [s.name for s in file.forecast.spans if s.stream == "compute"][-1] == "optimizer update"

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from zerograph.core.rows import is_divided, rows_of
+from zerograph.core.layout import is_divided, rows_of
 from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.runtime import dtensors
 

@@ -9,6 +9,7 @@ import torch
 from graphs import Builder
 from torch import fx
 
+from zerograph.core.layout import Layout
 from zerograph.core.plan import tile_params
 from zerograph.core.step import Param
 from zerograph.graph.ops import VIEW
@@ -30,12 +31,12 @@ class Viewed(fx.Interpreter):
 @pytest.mark.parametrize("tiles", [2, 3])
 def test_each_row_is_in_one_tile_at_its_place(ranks: int, tiles: int) -> None:
     rows = 11
-    table = Param("table", (rows, 4), "float32", "float32", "float32", True, True)
-    chunk = table.chunk(ranks)
+    table = Param("table", (rows, 4), "float32", "float32", "float32", True, Layout("rows", ranks))
+    chunk = table.chunk
     b = Builder(ranks)
     ids = b.input("ids", rows, dtype=torch.int64)
     found = TableRows(b.graph, ids, chunk, ids)
-    params = tile_params(table, tiles, ranks)
+    params = tile_params(table, tiles)
     gm = b.output(*(node for param in params for node in found.in_tile(param)))
     results = iter(Viewed(gm).run(torch.arange(rows)))
     seen = torch.zeros(rows, dtype=torch.int64)

@@ -19,6 +19,7 @@ from zerograph.compiler.tileable import (
     why_logits_are_untiled,
 )
 from zerograph.core.config import CutBy
+from zerograph.core.layout import Layout
 from zerograph.core.step import Kind, Lookup, Op, Param, Step, Value
 from zerograph.graph.costs import (
     describing_sizes,
@@ -72,7 +73,7 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
     step = Step(
         ops=tuple(_op(n, n in backward, part) for n in part.ops),
         values=tuple(_value(n, part) for n in part.nodes),
-        params=tuple(replace(p, tied_to=setting.tied.get(p.name, ())) for p in _params(graph)),
+        params=tuple(replace(p, tied_to=setting.tied.get(p.name, ())) for p in _params(graph, setting.world_size)),
         training=setting.training,
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
         lookups=tuple(_lookups(graph)),
@@ -93,7 +94,7 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
             by_sample, whole = batch_regions(part.ops, backward, params_read)
             regions += by_sample
         step = replace(step, token_regions=tuple(regions), whole_batches=tuple(whole.items()))
-    return with_updates(step, setting.world_size, setting.moments)
+    return with_updates(step, setting.moments)
 
 
 def _lookups(graph: fx.Graph) -> Iterator[Lookup]:
@@ -169,16 +170,16 @@ def _sizes(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
     return [size if isinstance(size, int) else size.node.expr for size in sizes]
 
 
-def _params(graph: fx.Graph) -> tuple[Param, ...]:
+def _params(graph: fx.Graph, ranks: int) -> tuple[Param, ...]:
     reduced = {m.name: m for m in markers(graph, REDUCE_GRAD)}
     read = {m.name: m for m in markers(graph, UNSHARD)}
-    params = [_param(m, m.node.args[1], m.source.meta["val"].dtype, name in reduced) for name, m in read.items()]
+    params = [_param(m, ranks, m.node.args[1], m.source.meta["val"].dtype, name in reduced) for name, m in read.items()]
     # Parameters of which nothing but the shape is read have a gradient all the same.
     unread = [m for name, m in reduced.items() if name not in read]
-    return (*params, *(_param(m, m.source.meta["val"].shape, m.node.args[2], True) for m in unread))
+    return (*params, *(_param(m, ranks, m.source.meta["val"].shape, m.node.args[2], True) for m in unread))
 
 
-def _param(marker: Marker, shape: Any, dtype: Any, trainable: bool) -> Param:
+def _param(marker: Marker, ranks: int, shape: Any, dtype: Any, trainable: bool) -> Param:
     return Param(
         name=marker.name,
         shape=tuple(shape),
@@ -186,7 +187,7 @@ def _param(marker: Marker, shape: Any, dtype: Any, trainable: bool) -> Param:
         compute_dtype=dtype_name(marker.dtype),
         reduce_dtype=dtype_name(marker.reduce_dtype),
         trainable=trainable,
-        sharded=marker.sharded,
+        home=Layout.home(ranks, sharded=marker.sharded),
     )
 
 

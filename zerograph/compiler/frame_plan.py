@@ -25,6 +25,7 @@ from zerograph.compiler.room import Disk, room_on, rooms
 from zerograph.core.config import ROOM, Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
+from zerograph.core.layout import Layout
 from zerograph.core.machine import OFFLOAD_TIERS, TIER_NAMES, TIERS, Machine, Precision, Tier, is_disk, preset_for
 from zerograph.core.param_bytes import shard_bytes, state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS, Placement, Plan
@@ -215,11 +216,11 @@ class Planner:
         Raises:
             InfeasibleError: NVMe cannot hold them.
         """
-        placement, params = placement_of(self._config), [_param(name, p) for name, p in self._params.items()]
-        if self._config.offload == "auto" and sum(shard_bytes(p, self._world_size) for p in params) > self._budget:
+        placement, params = placement_of(self._config), [self._param(name, p) for name, p in self._params.items()]
+        if self._config.offload == "auto" and sum(shard_bytes(p) for p in params) > self._budget:
             placement = farthest(self._config)
         if is_disk(placement.parameters):
-            placed = Shards.of(params, self._world_size, self._moments, self.staging).at(placement)
+            placed = Shards.of(params, self._moments, self.staging).at(placement)
             # Values lie apart at first, and are then copied to their buckets' places.
             sizes = {
                 "parameters": placed.parameters, "parameters until the first plan": placed.left,
@@ -246,7 +247,7 @@ class Planner:
         facts: list[object] = [config | {"given": sorted(self._config.given)}]
         facts += [self._world_size, self._replicas, self._moments]
         if self._config.searches:
-            facts += [self.budget(), self._machine, [_param(name, p) for name, p in self._params.items()]]
+            facts += [self.budget(), self._machine, [self._param(name, p) for name, p in self._params.items()]]
         return repr(facts)
 
     def found(self, step: Step) -> Found | None:
@@ -317,7 +318,7 @@ class Planner:
             placement=placement_of(config) if step.training else DEVICE,
             saved=config.saved,
             update="device" if config.update == "device" and step.training else "host",
-            tiles=tiles_wanted(config.tile, step, self._world_size, config.bucket_size),
+            tiles=tiles_wanted(config.tile, step, config.bucket_size),
             replicas=self._replicas,
             whole_layers=config.by_sample,
         )
@@ -355,8 +356,13 @@ class Planner:
         if not self._params:  # one rank: parameters and their gradients are the user's own
             return sum(size * (1 + (self._moments + 1) * trained) for size, trained in plain)
         known = {param.name: param for param in step.params}
-        params = [known[name] if name in known else _param(name, p) for name, p in self._params.items()]
-        return sum(state_bytes(params, self._world_size, self._moments))
+        params = [known[name] if name in known else self._param(name, p) for name, p in self._params.items()]
+        return sum(state_bytes(params, self._moments))
+
+    def _param(self, name: str, param: nn.Parameter) -> Param:
+        """A parameter that this frame does not read."""
+        dtype, home = dtype_name(param.dtype), Layout.home(self._world_size, sharded=is_sharded(param))
+        return Param(name, tuple(param.shape), dtype, dtype, dtype, param.requires_grad, home)
 
 
 def placement_of(config: Config) -> Placement:
@@ -401,9 +407,3 @@ def _precision() -> Precision:
 def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:
     """The facts that a plan needs of parameters that nothing shards."""
     return tuple(Plain(p.numel() * p.element_size(), p.requires_grad) for p in params if not isinstance(p, DTensor))
-
-
-def _param(name: str, param: nn.Parameter) -> Param:
-    """A parameter that this frame does not read."""
-    dtype = dtype_name(param.dtype)
-    return Param(name, tuple(param.shape), dtype, dtype, dtype, param.requires_grad, is_sharded(param))

@@ -247,7 +247,7 @@ def _state_sizes(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Seq
     its shape, each in its own dtype. Without an optimizer all that train are updated by one that keeps nothing."""
     trained = [p for bucket in plan.buckets for p in bucket.params if p.trainable]
     if not optimizers:
-        return sizes_of_states(trained, plan.world_size, 0)
+        return sizes_of_states(trained, 0)
     groups = itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
     updated = {id(param) for group in groups for param in group["params"]}
     state_sizes = {}
@@ -257,7 +257,7 @@ def _state_sizes(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Seq
             # A step counter is a scalar: of a scalar parameter it would pass for a moment.
             states = (value for optimizer in optimizers for value in _tensors(optimizer.state.get(param, {})))
             sizes = (value.element_size() for value in states if value.shape == param.shape and param.ndim)
-            state_sizes[each.name] = each.chunk_elements(plan.world_size) * sum(sizes)
+            state_sizes[each.name] = each.chunk_elements * sum(sizes)
     return state_sizes
 
 

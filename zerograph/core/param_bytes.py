@@ -9,73 +9,69 @@ from zerograph.core.plan import Placement
 from zerograph.core.step import ITEM_SIZE, Param
 
 
-def shard_bytes(param: Param, world_size: int) -> int:
+def shard_bytes(param: Param) -> int:
     """Bytes of the largest shard of ``param``."""
-    return param.chunk_elements(world_size) * ITEM_SIZE[param.dtype]
+    return param.chunk_elements * ITEM_SIZE[param.dtype]
 
 
-def copy_bytes(param: Param, world_size: int) -> int:
+def copy_bytes(param: Param) -> int:
     """Bytes of the largest shard of ``param`` in the dtype that it is gathered in."""
-    return param.chunk_elements(world_size) * ITEM_SIZE[param.compute_dtype]
+    return param.chunk_elements * ITEM_SIZE[param.compute_dtype]
 
 
-def fetched_bytes(param: Param, world_size: int, placement: Placement, split: bool) -> int:
+def fetched_bytes(param: Param, placement: Placement, split: bool) -> int:
     """Bytes of the largest shard of ``param`` as it comes from where parameters live: its copy, or itself where
     :func:`~zerograph.core.placement.copy_tier` says that it has none."""
-    return copy_bytes(param, world_size) if _is_copied(param, placement, split) else shard_bytes(param, world_size)
+    return copy_bytes(param) if _is_copied(param, placement, split) else shard_bytes(param)
 
 
-def is_full(param: Param, world_size: int, placement: Placement, split: bool) -> bool:
+def is_full(param: Param, placement: Placement, split: bool) -> bool:
     """Whether the shard, or the copy that stands for it, is the parameter that is computed with: one rank gathers it in
     its own place."""
-    return world_size == 1 and (param.dtype == param.compute_dtype or _is_copied(param, placement, split))
+    return param.home.ranks == 1 and (param.dtype == param.compute_dtype or _is_copied(param, placement, split))
 
 
 def _is_copied(param: Param, placement: Placement, split: bool) -> bool:
     return param.sharded and copy_tier(param, placement, split) is not None
 
 
-def gathered_bytes(params: Iterable[Param], world_size: int) -> int:
+def gathered_bytes(params: Iterable[Param]) -> int:
     """Bytes that an all-gather of ``params`` fills: every rank's rows, padded to the largest shard.
 
     An unsharded parameter is cast at most: kernels read a master that has the compute dtype.
     """
-    return sum(
-        p.chunk_elements(world_size) * (world_size if p.sharded else 1) * ITEM_SIZE[p.compute_dtype]
-        for p in params
-        if p.sharded or p.dtype != p.compute_dtype
-    )
+    return sum(p.padded_elements * ITEM_SIZE[p.compute_dtype] for p in params if p.gather or p.dtype != p.compute_dtype)
 
 
-def sent_bytes(params: Iterable[Param], world_size: int) -> int:
+def sent_bytes(params: Iterable[Param]) -> int:
     """Bytes that all ranks together send in an all-gather of ``params``."""
-    some = (p for p in params if p.sharded or p.dtype != p.compute_dtype)
-    return sum(p.sent_bytes(world_size) * (world_size if p.sharded else 1) for p in some)
+    some = (p for p in params if p.gather or p.dtype != p.compute_dtype)
+    return sum(p.sent_bytes * (p.home.ranks if p.gather else 1) for p in some)
 
 
 def reduced_bytes(params: Iterable[Param]) -> int:
     """Bytes of the full gradients of ``params`` as they are summed over ranks.
 
-    A parameter that is not sharded counts twice: its sums go back to all ranks, as an all-reduce is two passes.
+    An all-reduce counts twice: its sums go back to all ranks.
     """
-    return sum(p.elements * ITEM_SIZE[p.reduce_dtype] * (1 if p.sharded else 2) for p in params)
+    return sum(p.elements * ITEM_SIZE[p.reduce_dtype] * (2 if p.reduction == "all-reduce" else 1) for p in params)
 
 
-def sizes_of_states(params: Iterable[Param], world_size: int, moments: int) -> dict[str, int]:
+def sizes_of_states(params: Iterable[Param], moments: int) -> dict[str, int]:
     """Bytes that an optimizer keeps of the largest shard of each parameter that it updates, by name, where it is not
     known: ``moments`` tensors of every one that trains."""
-    return {p.name: shard_bytes(p, world_size) * moments for p in params if p.trainable}
+    return {p.name: shard_bytes(p) * moments for p in params if p.trainable}
 
 
-def state_bytes(params: Iterable[Param], world_size: int, moments: int) -> tuple[int, int]:
+def state_bytes(params: Iterable[Param], moments: int) -> tuple[int, int]:
     """Bytes on the device between steps: those of the shards, and of the optimizer's moments."""
     params = tuple(params)
-    return sum(shard_bytes(p, world_size) for p in params), sum(sizes_of_states(params, world_size, moments).values())
+    return sum(shard_bytes(p) for p in params), sum(sizes_of_states(params, moments).values())
 
 
-def update_bytes(param: Param, world_size: int, states: int) -> int:
+def update_bytes(param: Param, states: int) -> int:
     """Bytes that an update of the largest shard of ``param`` on the device reads and writes.
 
     The shard, its gradient and the ``states`` (bytes) are read, and all but the gradient written.
     """
-    return 3 * shard_bytes(param, world_size) + 2 * states
+    return 3 * shard_bytes(param) + 2 * states

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.layout import Layout
 from zerograph.core.machine import OFFLOAD_TIERS, TIERS, Tier, is_disk
 from zerograph.core.step import Param, layer_of_activation
 from zerograph.core.units import is_number
@@ -36,7 +37,7 @@ __all__ = [
     "token_tiles",
 ]
 
-VERSION = 13
+VERSION = 14
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays resident: until its last use in a graph, until its use in the backward, or until
@@ -202,12 +203,12 @@ class ParamTile(Param):
     end: int = 0
 
 
-def tile_params(param: Param, tiles: int, world_size: int) -> tuple[ParamTile, ...]:
+def tile_params(param: Param, tiles: int) -> tuple[ParamTile, ...]:
     """The tiles of ``param``, in order."""
     facts = {one.name: getattr(param, one.name) for one in fields(Param)}
     return tuple(
-        ParamTile(**facts | {"shape": (world_size * (end - begin), *param.shape[1:])}, begin=begin, end=end)
-        for begin, end in tile_rows(param.chunk(world_size), tiles)
+        ParamTile(**facts | {"shape": (param.home.ranks * (end - begin), *param.shape[1:])}, begin=begin, end=end)
+        for begin, end in tile_rows(param.chunk, tiles)
     )
 
 
@@ -402,8 +403,13 @@ class GivenPlan:
 def _bucket(**data: Any) -> Bucket:
     _require_types(Bucket, data)
     rest = {k: v for k, v in data.items() if k not in ("params", "placement")}
-    params = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in data["params"])
+    params = tuple(map(_param, data["params"]))
     return Bucket(params=params, placement=Placement(**data["placement"]), **rest)
+
+
+def _param(data: Mapping[str, Any]) -> Param:
+    shape, tied_to = tuple(data["shape"]), tuple(data["tied_to"])
+    return Param(**{**data, "shape": shape, "home": Layout(**data["home"]), "tied_to": tied_to})
 
 
 def _require_types(kind: type[Plan] | type[Bucket], data: Mapping[str, Any]) -> None:
@@ -450,12 +456,14 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield f"has {placement}, and is updated on the device, where states come from the host alone"
     if bucket.ahead is not None and not 0 <= bucket.ahead <= plan.prefetch:
         yield f"is gathered {bucket.ahead} intervals ahead, and prefetch is {plan.prefetch}"
+    if any(p.home.ranks != plan.world_size for p in bucket.params):
+        yield f"has parameters of other ranks than {plan.world_size}"
     # The rest is about tiles, which share one parameter's rows.
     if bucket.tiles == 1:
         return
     if len(bucket.params) != 1 or not (bucket.params[0].sharded and bucket.params[0].shape):
         yield "is tiled, and is not one sharded parameter"
-    elif not 1 < bucket.tiles <= bucket.params[0].chunk(plan.world_size):
-        yield f"has {bucket.tiles} tiles of {bucket.params[0].chunk(plan.world_size)} rows"
+    elif not 1 < bucket.tiles <= bucket.params[0].chunk:
+        yield f"has {bucket.tiles} tiles of {bucket.params[0].chunk} rows"
     elif bucket.residency != "use":
         yield "is tiled, and is to stay whole"

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
-from zerograph.core.rows import largest, rows_of
+from zerograph.core.layout import Collective, Layout, largest, transition
 
 Kind = Literal["param", "gathered", "activation", "gradient", "state", "temporary", "input"]
 Phase = Literal["forward", "backward", "update"]
@@ -37,7 +37,7 @@ class Param:
         compute_dtype: dtype of the gathered parameter.
         reduce_dtype: dtype its gradient is summed over ranks in.
         trainable: whether a gradient reaches it in this step.
-        sharded: split by rows over ranks; otherwise it is replicated (scalars, fewer rows than ranks,
+        home: its layout between steps: split by rows over ranks, or whole on each (scalars, fewer rows than ranks,
             stage 0).
         tied_to: other names that the model has for it: one parameter, gathered, reduced and updated once.
     """
@@ -48,7 +48,7 @@ class Param:
     compute_dtype: str
     reduce_dtype: str
     trainable: bool
-    sharded: bool
+    home: Layout
     tied_to: tuple[str, ...] = ()
 
     @property
@@ -66,39 +66,63 @@ class Param:
         """Bytes of the whole parameter in the compute dtype."""
         return self.elements * ITEM_SIZE[self.compute_dtype]
 
-    def chunk(self, world_size: int) -> int:
-        """Rows of the largest shard."""
-        return largest(self.shape[0], world_size)
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank has its own rows, and not the whole."""
+        return self.home.part == "rows"
 
-    def chunk_elements(self, world_size: int) -> int:
+    @property
+    def gather(self) -> Collective | None:
+        """What makes the whole of what ranks have; None where each has it."""
+        return transition(self.home.part, "whole")
+
+    @property
+    def reduction(self) -> Collective:
+        """What sums its gradient over ranks."""
+        found = transition("term", self.home.part)
+        assert found is not None
+        return found
+
+    @property
+    def chunk(self) -> int:
+        """Rows of the largest shard."""
+        return self.home.most(self.shape[0])
+
+    @property
+    def chunk_elements(self) -> int:
         """Elements of the largest shard; the padded length of every rank's part in a collective."""
-        if not self.sharded:
-            return self.elements
-        return self.chunk(world_size) * prod(self.shape[1:])
+        return self.chunk * prod(self.shape[1:]) if self.sharded else self.elements
+
+    @property
+    def padded_elements(self) -> int:
+        """Elements of what a gather fills: every rank's rows, padded to the largest shard."""
+        return self.chunk_elements * (self.home.ranks if self.sharded else 1)
 
     @property
     def wire(self) -> str:
         """The format that it is gathered in: the dtype that is computed with."""
         return self.compute_dtype
 
-    def sent_bytes(self, world_size: int) -> int:
+    @property
+    def sent_bytes(self) -> int:
         """Bytes that a rank sends in a gather: its padded shard, in the wire's format."""
-        return self.chunk_elements(world_size) * ITEM_SIZE[self.wire]
+        return self.chunk_elements * ITEM_SIZE[self.wire]
 
-    def summed_elements(self, world_size: int) -> int:
+    @property
+    def summed_elements(self) -> int:
         """Elements of the gradient that one rank sums, at most: those of its shard, or of a replicated one its
         share."""
-        return self.chunk_elements(world_size) if self.sharded else largest(self.elements, world_size)
+        return self.chunk_elements if self.sharded else largest(self.elements, self.home.ranks)
 
-    def shard_rows(self, rank: int, world_size: int) -> slice:
+    def shard_rows(self, rank: int) -> slice:
         """The rows that ``rank`` holds; maybe none."""
-        return rows_of(self.shape[0], rank, world_size)
+        return self.home.rows(self.shape[0], rank)
 
-    def shard_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of what ``rank`` holds."""
         if not self.sharded:
             return self.shape
-        rows = self.shard_rows(rank, world_size)
+        rows = self.shard_rows(rank)
         return (rows.stop - rows.start, *self.shape[1:])
 
 
@@ -278,6 +302,12 @@ class Step:
     token_regions: tuple[TokenRegion, ...] = ()
     whole_batches: tuple[tuple[str, str], ...] = ()
     derived: dict[type, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def over(self, ranks: int) -> Step:
+        """The same step with its parameters over so many ranks."""
+        if all(param.home.ranks == ranks for param in self.params):
+            return self
+        return replace(self, params=tuple(replace(p, home=p.home.over(ranks)) for p in self.params))
 
     @property
     def passes(self) -> tuple[Op, ...]:

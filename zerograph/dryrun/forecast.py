@@ -10,6 +10,7 @@ from zerograph.core.config import FOLDERS, Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
 from zerograph.core.files.planfile import PlanFile
+from zerograph.core.layout import Layout
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload, Overlap, Update
 from zerograph.core.step import Dimension, Step
@@ -161,7 +162,7 @@ def movable(step: Step, world: int) -> Step:
     """``step`` with parameters that can leave the device: one rank's are unsharded, and are its shards."""
     if world > 1:
         return step
-    return replace(step, params=tuple(replace(p, sharded=bool(p.shape)) for p in step.params))
+    return replace(step, params=tuple(replace(p, home=Layout.home(1, sharded=bool(p.shape))) for p in step.params))
 
 
 def refuse_offload(

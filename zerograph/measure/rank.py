@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from zerograph.core.layout import Layout
 from zerograph.core.machine import DTYPES, Link
 from zerograph.core.step import Param
 from zerograph.measure.job import Effort, Gathers, Job, RankReport
@@ -189,7 +190,7 @@ class Lab:
         shard = torch.ones(size // 4 // world, device=self.device)
         param = Param(
             name="measured", shape=(shard.numel() * world,), dtype="float32", compute_dtype="float32",
-            reduce_dtype="float32", trainable=False, sharded=True,
+            reduce_dtype="float32", trainable=False, home=Layout("rows", world),
         )  # fmt: skip
         call = lambda: communicator.finish_gather(communicator.start_gather([param], [shard]))  # noqa: E731
         return call, shard.nbytes * world

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.graph.torch_private import skip_frame
 from zerograph.runtime.buffers import dtype_name
@@ -54,8 +55,9 @@ def _unshard(
     shard = shard.to(device or shard.device)
     if not sharded or _is_alone(group):
         return shard.to(dtype=dtype, copy=True)  # an operator's result may not alias its input
-    param = _param(name, shape, shard.dtype, dtype, reduce_dtype, sharded)
-    return reads_of(group, shard.device).gather(param, shard, _WHOSE)
+    reads = reads_of(group, shard.device)
+    home = Layout.home(reads.comm.world_size, sharded=sharded)
+    return reads.gather(_param(name, shape, shard.dtype, dtype, reduce_dtype, home), shard, _WHOSE)
 
 
 def _reduce_grad(
@@ -64,17 +66,18 @@ def _reduce_grad(
 ) -> Tensor:  # fmt: skip
     if _is_alone(group):
         return grad.to(reduce_dtype, copy=True).to(device, shard_dtype)
-    param = _param(name, grad.shape, shard_dtype, dtype, reduce_dtype, sharded)
-    return reads_of(group, grad.device).reduce(param, grad, _WHOSE).to(device)
+    reads = reads_of(group, grad.device)
+    home = Layout.home(reads.comm.world_size, sharded=sharded)
+    return reads.reduce(_param(name, grad.shape, shard_dtype, dtype, reduce_dtype, home), grad, _WHOSE).to(device)
 
 
 _WHOSE = "a graph of another backend"
 
 
 def _param(
-    name: str, shape: Sequence[int], dtype: torch.dtype, compute: torch.dtype, reduce: torch.dtype, sharded: bool
+    name: str, shape: Sequence[int], dtype: torch.dtype, compute: torch.dtype, reduce: torch.dtype, home: Layout
 ) -> Param:
-    return Param(name, tuple(shape), dtype_name(dtype), dtype_name(compute), dtype_name(reduce), True, sharded)
+    return Param(name, tuple(shape), dtype_name(dtype), dtype_name(compute), dtype_name(reduce), True, home)
 
 
 for _name, _kernel in (("unshard", _unshard), ("reduce_grad", _reduce_grad)):

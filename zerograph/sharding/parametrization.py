@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError
+from zerograph.core.layout import is_divided
 from zerograph.core.machine import Tier
-from zerograph.core.rows import is_divided
 from zerograph.core.units import format_bytes
 from zerograph.runtime.comm.axes import axes_of
 from zerograph.runtime.dtensors import placements_of, shard_ranks

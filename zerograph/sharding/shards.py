@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerograph.core.errors import ZeroGraphError
-from zerograph.core.rows import largest, rows_of
+from zerograph.core.layout import largest, rows_of
 from zerograph.runtime.comm.axes import axes_named, axes_of
 from zerograph.runtime.dtensors import group_of_ranks, has_first_replica, is_sharded, own_rows, placements_of
 from zerograph.runtime.torch_private import as_dtensor

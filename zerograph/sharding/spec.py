@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import dtype_name
 
@@ -30,8 +31,8 @@ class ShardSpec(NamedTuple):
     sharded: bool
     device: torch.device | None = None
 
-    def described(self, param: Tensor) -> Param:
-        """``param``, the outward one, as plans and transports know it."""
+    def described(self, param: Tensor, ranks: int) -> Param:
+        """``param``, the outward one, as plans and transports know it; so many ``ranks`` share it."""
         return Param(
             self.name,
             tuple(param.shape),
@@ -39,7 +40,7 @@ class ShardSpec(NamedTuple):
             dtype_name(self.dtype),
             dtype_name(self.reduce_dtype),
             param.requires_grad,
-            self.sharded,
+            Layout.home(ranks, sharded=self.sharded),
         )
 
     def computing_in(self, dtype: torch.dtype) -> ShardSpec:

@@ -39,7 +39,7 @@ def read_uncompiled(param: nn.Parameter, spec: ShardSpec, reads: UncompiledReads
         return UNSHARD(local, list(param.shape), *spec)
     if reads is None:  # the model came from a file
         reads = reads_of(spec.group, spec.device or local.device)
-    return _Read.apply(local, spec.described(param), spec.device, reads, running_line())  # type: ignore[no-any-return]
+    return _Read.apply(local, spec.described(param, reads.comm.world_size), spec.device, reads, running_line())  # type: ignore[no-any-return]
 
 
 class _Read(torch.autograd.Function):

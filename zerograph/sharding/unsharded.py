@@ -91,7 +91,10 @@ class Unsharded:
         self._show()
 
     def _gather(self, what: str) -> None:
-        found = {id(param): (spec.described(param), param) for _, _, spec, param in self._places()}
+        found = {
+            id(param): (spec.described(param, self.reads.comm.world_size), param)
+            for _, _, spec, param in self._places()
+        }
         params = list(found.values())
         self._described = [each for each, _ in params]
         for _, param in params:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph.core.rows import largest
+from zerograph.core.layout import largest
 from zerograph.graph.nodes import call, computed, part_of
 from zerograph.graph.ops import PLACE
 

@@ -17,6 +17,7 @@ from quick import examples
 from zerograph.core.files.columns import from_mixed_table, mixed_table
 from zerograph.core.files.programs_data import programs_data, programs_of
 from zerograph.core.instructions import Compute, Free, Gather, Place, View, WaitGather
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Param, tile_params
 from zerograph.core.program import Program, Register, Segment
 from zerograph.core.segment_profile import SegmentProfile
@@ -31,8 +32,8 @@ def test_coarse_programs_read_back_equal_themselves(found: Drawn) -> None:
     assert again(programs) == programs
 
 
-WEIGHT = Param("weight", (8, 4), "float32", "bfloat16", "float32", True, True, ("head.weight",))
-PARAMS = (WEIGHT, tile_params(WEIGHT, 2, 2)[1])
+WEIGHT = Param("weight", (8, 4), "float32", "bfloat16", "float32", True, Layout("rows", 2), ("head.weight",))
+PARAMS = (WEIGHT, tile_params(WEIGHT, 2)[1])
 CONTENTS = tuple(Register(f"r{at}", 8, at, "temporary") for at in range(4))
 FORWARD = Program(
     "forward", 1, 4,

@@ -12,6 +12,7 @@ from quick import examples
 
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.instructions import Reduce
+from zerograph.core.layout import Layout
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import OVERLAPS, GivenPlan, Overlap, Placement, Plan
 from zerograph.core.step import Op, Param, Step, Value
@@ -36,7 +37,7 @@ LOGITS, WEIGHT, WORK = 2**32, 2**28, 10**13
 def with_head(layers: int = 3, logits: int = LOGITS, returned: bool = False) -> Step:
     """Layers, a product with logits, their logarithms and a loss; the backward of these before that of the layers."""
     step = step_of([Layer(stream=10**7, inside=10**8, flops=10**12)] * layers, updates=False)
-    param = Param("head.weight", (WEIGHT // 4,), "float32", "float32", "float32", True, True)
+    param = Param("head.weight", (WEIGHT // 4,), "float32", "float32", "float32", True, Layout("rows", 1))
 
     def op(name: str, phase: str, reads: tuple[str, ...], params: tuple[str, ...] = (), flops: int = 0) -> Op:
         moved = 3 * logits if flops else 0
@@ -67,7 +68,7 @@ def with_head(layers: int = 3, logits: int = LOGITS, returned: bool = False) -> 
     kept = tuple(v for v in step.values if v.name not in there)
     outputs = ("nll", "logs") if returned else ("nll",)
     step = replace(step, ops=ops, values=(*kept, *values), params=(*step.params, param), outputs=outputs)
-    return with_updates(step, 1, 2)
+    return with_updates(step, 2)
 
 
 def test_the_head_is_found_with_all_that_is_as_large() -> None:

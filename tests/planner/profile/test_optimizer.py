@@ -32,7 +32,7 @@ def mixed(kinds: Sequence[tuple[bool, bool]]) -> Step:
 @settings(deadline=None, max_examples=examples(30))
 @given(kinds=KINDS, world=st.sampled_from([1, 2, 5]), moments=st.integers(0, 2))
 def test_tasks_take_as_long_as_operations_say(kinds: list[tuple[bool, bool]], world: int, moments: int) -> None:
-    step = with_updates(mixed(kinds), world, moments)
+    step = with_updates(mixed(kinds).over(world), moments)
     plan = plan_step(step, stage=3, world_size=world, bucket_size=1, prefetch=1)
     rates = Rates(machine_named("h100-80gb"), world, "float32")
     buckets, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
@@ -47,8 +47,8 @@ def test_tasks_take_as_long_as_operations_say(kinds: list[tuple[bool, bool]], wo
 @settings(deadline=None, max_examples=examples(30))
 @given(kinds=KINDS)
 def test_nothing_is_counted_twice(kinds: list[tuple[bool, bool]]) -> None:
-    bare = mixed(kinds)
-    step = with_updates(bare, 2, 2)
+    bare = mixed(kinds).over(2)
+    step = with_updates(bare, 2)
     assert profile(step) == profile(bare)
     assert sum(op.flops for op in step.ops) == sum(op.flops for op in bare.ops)
     constraints, machine = Constraints("auto", 2), machine_named("cpu")
@@ -58,7 +58,7 @@ def test_nothing_is_counted_twice(kinds: list[tuple[bool, bool]]) -> None:
 
 
 def test_an_update_reads_the_shard_its_gradient_and_states_and_writes_all_but_the_gradient() -> None:
-    step = with_updates(step_of([Layer(rows=64)], updates=False), 2, 1)
+    step = with_updates(step_of([Layer(rows=64)], updates=False).over(2), 1)
     (update,) = step.updates
     aliases = {value.name: value.alias_of for value in step.values}
     assert update.reads == ("shard0", "grad0", "states of blocks.0.weight")
@@ -67,6 +67,6 @@ def test_an_update_reads_the_shard_its_gradient_and_states_and_writes_all_but_th
 
 
 def test_plain_gradient_descent_has_no_states_and_an_evaluation_no_updates() -> None:
-    (update,) = with_updates(step_of([Layer(rows=64)], updates=False), 2, 0).updates
+    (update,) = with_updates(step_of([Layer(rows=64)], updates=False).over(2), 0).updates
     assert update.reads == ("shard0", "grad0")
-    assert with_updates(step_of([Layer(rows=64)], training=False, updates=False), 2, 2).updates == ()
+    assert with_updates(step_of([Layer(rows=64)], training=False, updates=False).over(2), 2).updates == ()

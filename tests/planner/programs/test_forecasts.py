@@ -168,9 +168,7 @@ def test_nothing_is_wrong_with_the_programs(stage: int) -> None:
     _, backend = seen(stage)
     programs = [backend.program["forward"], backend.program["backward"]]
     params = [p for bucket in backend.plan.buckets for p in bucket.params]
-    assert (
-        check_programs([*programs, update_program(backend.plan, sizes_of_states(params, WORLD, 2))], backend.plan) == []
-    )
+    assert check_programs([*programs, update_program(backend.plan, sizes_of_states(params, 2))], backend.plan) == []
     again = [replace(p, instructions=[s for s in p.instructions if not isinstance(s, Reduce)]) for p in programs]
     assert any(
         "which is not there" in str(wrong) or "reduced 0 times" in str(wrong)
@@ -184,7 +182,7 @@ def test_states_on_the_host_pass_through_the_device_to_be_updated_there() -> Non
     offloaded = tuple(replace(b, placement=Placement("device", "host", "host")) for b in backend.plan.buckets)
     plan = replace(backend.plan, buckets=offloaded, update="device")
     params = [p for bucket in plan.buckets for p in bucket.params]
-    state_sizes, masters = sizes_of_states(params, WORLD, 2), sum(shard_bytes(p, WORLD) for p in params)
+    state_sizes, masters = sizes_of_states(params, 2), sum(shard_bytes(p) for p in params)
     update = update_program(plan, state_sizes, Rates(machine, WORLD, "float32"))
     moved = bytes_moved(update)
     states = sum(state_sizes.values()) + masters
@@ -203,7 +201,7 @@ def test_states_on_nvme_are_read_updated_and_written_bucket_by_bucket() -> None:
     plan, machine = backend.plan, machine_named("cpu")
     there = replace(plan, buckets=tuple(replace(b, placement=Placement(optimizer="nvme")) for b in plan.buckets))
     programs = [backend.program["forward"], backend.program["backward"]]
-    state_sizes = sizes_of_states([p for bucket in plan.buckets for p in bucket.params], WORLD, 2)
+    state_sizes = sizes_of_states([p for bucket in plan.buckets for p in bucket.params], 2)
     update = update_program(there, state_sizes, Rates(machine, WORLD, "float32"))
     moved = bytes_moved(update)
     assert moved == {

@@ -11,15 +11,16 @@ import torch.distributed as dist
 from ranks import run
 
 from zerograph.core.instructions import Compute, Free, Gather, Instruction, Reduce, WaitGather, WaitReduce
+from zerograph.core.layout import Layout
 from zerograph.core.program import Program, Segment
 from zerograph.core.step import Param
 from zerograph.planner.programs.process_memory import FRAGMENTATION, PER_OPERATOR, process_growth, transport_bytes
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.shared_memory import open_shared_memory
 
-WIDE = Param("wide", (1024, 1024), "float32", "float32", "float32", trainable=True, sharded=True)
-ODD = Param("odd", (4099, 3), "float32", "bfloat16", "float32", trainable=True, sharded=True)
-UNSHARDED = Param("unsharded", (100_001,), "float32", "bfloat16", "float32", trainable=True, sharded=False)
+WIDE = Param("wide", (1024, 1024), "float32", "float32", "float32", trainable=True, home=Layout("rows", 2))
+ODD = Param("odd", (4099, 3), "float32", "bfloat16", "float32", trainable=True, home=Layout("rows", 2))
+UNSHARDED = Param("unsharded", (100_001,), "float32", "bfloat16", "float32", trainable=True, home=Layout("whole", 2))
 EXACT = replace(ODD, name="exact", reduce_dtype="float64")
 CONTROL = 266240
 COMPUTE = Compute(0, (), ())
@@ -36,7 +37,7 @@ def gather(bucket: int, out: int) -> Gather:
 
 
 def rows(param: Param, rank: int) -> torch.Tensor:
-    return torch.ones(param.shard_shape(rank, 2), dtype=torch_dtype(param.dtype))
+    return torch.ones(param.shard_shape(rank), dtype=torch_dtype(param.dtype))
 
 
 def _block(params: tuple[Param, ...], reduces: bool) -> int:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from zerograph.core.instructions import Accumulate, Compute, Gather, Move, Reduce
+from zerograph.core.layout import Layout
 from zerograph.core.machine import Link, Tier, machine_named
 from zerograph.core.param_bytes import gathered_bytes, reduced_bytes, sizes_of_states
 from zerograph.core.program import Segment
@@ -20,7 +21,7 @@ WORLD = 8
 GPU = machine_named("h100-80gb")
 FREE = replace(GPU, intra=replace(GPU.intra, latency=0.0), intra_step=0.0, inter_step=0.0)
 RATES = Rates(FREE, WORLD, "float32")
-WEIGHT = Param("weight", (1024, 1024), "float32", "float32", "float32", True, True)
+WEIGHT = Param("weight", (1024, 1024), "float32", "float32", "float32", True, Layout("rows", WORLD))
 PASS = WEIGHT.gathered_bytes * (WORLD - 1) / WORLD / FREE.intra.rate
 """Seconds in which every rank sends or receives the others' parts of the whole tensor."""
 
@@ -30,13 +31,13 @@ def reduction(*params: Param) -> float:
 
 
 def test_a_gather_and_a_reduce_scatter_take_a_pass_each() -> None:
-    gather = Gather(0, (WEIGHT,), (), 0, bytes=gathered_bytes((WEIGHT,), WORLD))
+    gather = Gather(0, (WEIGHT,), (), 0, bytes=gathered_bytes((WEIGHT,)))
     assert RATES.seconds(gather, ()) == pytest.approx(PASS)
     assert reduction(WEIGHT) == pytest.approx(PASS)
 
 
 def test_an_all_reduce_takes_as_long_as_both() -> None:
-    unsharded = replace(WEIGHT, sharded=False)
+    unsharded = replace(WEIGHT, home=Layout("whole", WORLD))
     assert reduction(unsharded) == pytest.approx(2 * PASS)
     assert reduction(WEIGHT, unsharded) == pytest.approx(3 * PASS)
 
@@ -50,19 +51,19 @@ def test_shards_are_summed_over_their_replicas_too() -> None:
     assert rates.seconds(reduce, ()) == pytest.approx(PASS + 2 * 8 * part * 3 / 4 / far.rate)
     near = replace(rates, machine=replace(FREE, ranks_per_node=4 * WORLD))
     assert near.seconds(reduce, ()) == pytest.approx(PASS + 2 * part * 3 / 4 / FREE.intra.rate), "a link for each rank"
-    gather = Gather(0, (WEIGHT,), (), 0, bytes=gathered_bytes((WEIGHT,), WORLD))
+    gather = Gather(0, (WEIGHT,), (), 0, bytes=gathered_bytes((WEIGHT,)))
     assert rates.seconds(gather, ()) == pytest.approx(PASS), "within a replica"
 
 
 def test_nothing_is_gathered_of_what_every_rank_holds_as_kernels_read_it() -> None:
-    unsharded = replace(WEIGHT, sharded=False)
-    assert gathered_bytes((unsharded,), WORLD) == 0
-    assert gathered_bytes((replace(unsharded, compute_dtype="bfloat16"), WEIGHT), WORLD) == (2 + 4) * WEIGHT.elements
+    unsharded = replace(WEIGHT, home=Layout("whole", WORLD))
+    assert gathered_bytes((unsharded,)) == 0
+    assert gathered_bytes((replace(unsharded, compute_dtype="bfloat16"), WEIGHT)) == (2 + 4) * WEIGHT.elements
 
 
 def test_sizes_of_states_are_of_what_trains() -> None:
     frozen = replace(WEIGHT, name="frozen", trainable=False)
-    assert sizes_of_states([WEIGHT, frozen], WORLD, 2) == {"weight": 2 * 4 * WEIGHT.elements // WORLD}
+    assert sizes_of_states([WEIGHT, frozen], 2) == {"weight": 2 * 4 * WEIGHT.elements // WORLD}
 
 
 def test_states_that_an_update_reads_and_writes_share_the_disk() -> None:

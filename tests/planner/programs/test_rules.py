@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerograph.core.config import Recompute
+from zerograph.core.layout import Layout
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.step import Op, Param, Step
@@ -18,7 +19,7 @@ from zerograph.planner.programs.rules import layer_of_param
 
 def param(name: str, rows: int, dtype: str = "float32") -> Param:
     """A trainable parameter of ``rows`` elements."""
-    return Param(name, (rows,), dtype, dtype, dtype, True, True)
+    return Param(name, (rows,), dtype, dtype, dtype, True, Layout("rows", 4))
 
 
 def planned(params: list[Param], limit: int, stage: int = 3) -> Plan:

@@ -125,7 +125,7 @@ def forecasts(make: harness.Make, **options: Any) -> tuple[Forecast, Forecast, i
     scheduler = Scheduler(
         profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
     )
-    states = state_bytes([p for b in plan.buckets for p in b.params], WORLD, moments=2)
+    states = state_bytes([p for b in plan.buckets for p in b.params], moments=2)
     held = (Holding("states", "state", "device", sum(states), -1, -1),)
     ours, _ = simulate(coarse_programs(scheduler, plan), rates, held=held)
     return true, ours, sum(states)

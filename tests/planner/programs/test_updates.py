@@ -12,6 +12,7 @@ from planner.test_offload import GPU, placed, ruled, scheduler_of
 
 from zerograph.core.files.programs_data import programs_data, programs_of
 from zerograph.core.instructions import BeginUpdate, HostUpdate, Move, Update, WaitReduce
+from zerograph.core.layout import Layout
 from zerograph.core.machine import Tier, machine_named
 from zerograph.core.param_bytes import copy_bytes
 from zerograph.core.placement import updated_late
@@ -269,7 +270,7 @@ def test_a_delayed_update_of_states_on_nvme_writes_a_second_copy(gradients: Tier
     assert len(follows) == LAYERS * tiles and min(span.start for span in follows) >= max(computes)
     copies = sum(h.bytes for h in holdings if h.name.startswith("second copy") and h.tier == "host")
     params = [p for bucket in plan.buckets for p in bucket.params]
-    assert copies == sum(copy_bytes(p, plan.world_size) for p in params)
+    assert copies == sum(copy_bytes(p) for p in params)
     assert found.seconds < forecast(placement, "forward", tiles).seconds
 
 
@@ -319,7 +320,7 @@ def test_parameters_without_a_copy_are_updated_behind_the_backward() -> None:
 @pytest.mark.parametrize("tier", ["device", "nvme"])
 def test_a_program_gets_the_updates_that_its_backward_begins(tier: Tier) -> None:
     """Gradients that would leave for NVMe are taken before, so that nothing moves them."""
-    params = (Param("a.weight", (64, 64), "float32", "float32", "float32", True, True),)
+    params = (Param("a.weight", (64, 64), "float32", "float32", "float32", True, Layout("rows", 2)),)
     buckets = tuple(
         Bucket(i, f"layers.{i}", params, "use", placement=Placement("device", tier, "nvme" if i else "device"))
         for i in (0, 1)

@@ -91,7 +91,7 @@ def test_layers_that_share_buckets_with_their_neighbours_tell_it_too(
     """A small parameter at both ends of a layer goes with its neighbour's; nothing is left over where layers are."""
     step, tier = transformer(LAYERS, 12288, 4096, small=True), "host"
     constraints = Constraints(3, 16, prefetch=prefetch, recompute=recompute, offload=offload)
-    states = sum(state_bytes(step.params, 16, 2))
+    states = sum(state_bytes(step.over(16).params, 2))
     (variant,) = variants_of(Graph.of(step), replace(constraints, tile=False), DGX2)
     space = next(spaces_of(step, replace(constraints, tile=False), DGX2, states, 2, variant))
     assert len(space.plan.buckets) > 4 * LAYERS

@@ -18,6 +18,7 @@ from ranks import run
 from torch import Tensor
 
 from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
+from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import Communicator, GroupCommunicator, connect, together
 from zerograph.runtime.comm.entry import Entry
@@ -26,14 +27,19 @@ from zerograph.runtime.comm.rendezvous import Rendezvous
 CPU = torch.device("cpu")
 TRANSPORTS = ["auto", "group"]
 PARAMS = (
-    Param("even", (4, 3), "float32", "float32", "float32", True, True),
-    Param("uneven", (5,), "float32", "float32", "float32", True, True),
-    Param("fewer rows than ranks", (1, 2), "float32", "float32", "float32", True, True),
-    Param("cast", (3, 2), "float32", "bfloat16", "float32", True, True),
-    Param("summed in bfloat16", (6,), "float32", "bfloat16", "bfloat16", True, True),
-    Param("whole", (2, 2), "float32", "float32", "float32", True, False),
-    Param("scalar", (), "float32", "float32", "float32", True, False),
+    Param("even", (4, 3), "float32", "float32", "float32", True, Layout("rows", 1)),
+    Param("uneven", (5,), "float32", "float32", "float32", True, Layout("rows", 1)),
+    Param("fewer rows than ranks", (1, 2), "float32", "float32", "float32", True, Layout("rows", 1)),
+    Param("cast", (3, 2), "float32", "bfloat16", "float32", True, Layout("rows", 1)),
+    Param("summed in bfloat16", (6,), "float32", "bfloat16", "bfloat16", True, Layout("rows", 1)),
+    Param("whole", (2, 2), "float32", "float32", "float32", True, Layout("whole", 1)),
+    Param("scalar", (), "float32", "float32", "float32", True, Layout("whole", 1)),
 )
+
+
+def laid(*params: Param) -> list[Param]:
+    """All, or these, over the ranks that there are."""
+    return [replace(p, home=p.home.over(dist.get_world_size())) for p in params or PARAMS]
 
 
 def opened(transport: str) -> Communicator:
@@ -53,21 +59,22 @@ def values(param: Param, rank: int = 0) -> Tensor:
 
 
 def rows(param: Param, full: Tensor) -> Tensor:
-    return full[param.shard_rows(dist.get_rank(), dist.get_world_size())] if param.sharded else full
+    return full[param.shard_rows(dist.get_rank())] if param.sharded else full
 
 
 def _collectives(transport: str) -> str:
     comm, world = opened(transport), dist.get_world_size()
-    sharded = [p for p in PARAMS if p.sharded]
+    params = laid()
+    sharded = [p for p in params if p.sharded]
     with together(comm, Entry("test", 1, 0)):
         pending = comm.start_gather(sharded, [rows(p, values(p)) for p in sharded])
         full = comm.finish_gather(pending)
-        grads = [values(p, dist.get_rank()).to(getattr(torch, p.compute_dtype)) for p in PARAMS]
-        mine = comm.finish_reduce(comm.start_reduce(PARAMS, grads))
+        grads = [values(p, dist.get_rank()).to(getattr(torch, p.compute_dtype)) for p in params]
+        mine = comm.finish_reduce(comm.start_reduce(params, grads))
     for p, found in zip(sharded, full, strict=True):
         assert found.is_contiguous()
         torch.testing.assert_close(found, values(p).to(getattr(torch, p.compute_dtype)), rtol=0, atol=0)
-    for p, found in zip(PARAMS, mine, strict=True):
+    for p, found in zip(params, mine, strict=True):
         summed = torch.stack([values(p, rank) for rank in range(world)]).sum(0).to(getattr(torch, p.reduce_dtype))
         torch.testing.assert_close(found, rows(p, (summed / world).float()), rtol=0, atol=0)
     return comm.name
@@ -82,7 +89,7 @@ def test_buckets_are_gathered_whole_and_gradients_averaged(world: int, transport
 
 def _not_contiguous(transport: str) -> None:
     """Of transposed shards, one copy of which may not take the place of another, and of a gradient with strides."""
-    comm, p = opened(transport), PARAMS[0]
+    comm, (p,) = opened(transport), laid(PARAMS[0])
     several = [replace(p, name=f"{p.name}{i}", shape=(64, 96)) for i in range(3)]
     shards = [rows(each, values(each)).t().contiguous().t() for each in several]
     grad = values(several[0]).t().contiguous().t()
@@ -119,17 +126,17 @@ def test_ranks_that_enter_different_programs_are_all_reported_and_go_on(transpor
 
 
 def _fails(transport: str) -> None:
-    comm = opened(transport)
+    comm, params = opened(transport), laid(PARAMS[0])
     if dist.get_rank() == 0:
         with pytest.raises(ZeroDivisionError), together(comm, Entry("program", 1, 0)):
             raise ZeroDivisionError("by rank 0")
     else:
         text = "rank 0 failed: ZeroDivisionError: by rank 0"
         with pytest.raises(RankError, match=text), together(comm, Entry("program", 1, 0)):
-            comm.finish_gather(comm.start_gather([PARAMS[0]], [rows(PARAMS[0], values(PARAMS[0]))]))
+            comm.finish_gather(comm.start_gather(params, [rows(params[0], values(params[0]))]))
     comm.rejoin()
     with together(comm, Entry("the next", 2, 0)):
-        (full,) = comm.finish_gather(comm.start_gather([PARAMS[0]], [rows(PARAMS[0], values(PARAMS[0]))]))
+        (full,) = comm.finish_gather(comm.start_gather(params, [rows(params[0], values(params[0]))]))
     assert torch.equal(full, values(PARAMS[0])), "nothing of the old generation is taken for a message of the new one"
 
 
@@ -162,7 +169,8 @@ def _given_up() -> None:
     """As on NCCL: a bucket's gathers in one launch, and an error before they are waited for."""
     comm = GroupCommunicator(dist.group.WORLD, CPU)
     comm.coalesces = True
-    sharded = [p for p in PARAMS if p.sharded]
+    params = laid()
+    sharded = [p for p in params if p.sharded]
     shards = [rows(p, values(p)) for p in sharded]
     full = comm.finish_gather(comm.start_gather(sharded, shards))
     assert all(torch.equal(f, values(p).to(f)) for p, f in zip(sharded, full, strict=True))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zerograph.core.errors import CollectiveMismatch, RankError
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.comm.axes import axes_of
 from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks, together
@@ -26,17 +27,17 @@ CPU = torch.device("cpu")
 TRANSPORTS = ["auto", "group"]
 SHARDS = 2
 PARAMS = (
-    Param("even", (4, 3), "float32", "float32", "float32", True, True),
-    Param("uneven", (5,), "float32", "float32", "float32", True, True),
-    Param("fewer rows than ranks", (1, 2), "float32", "float32", "float32", True, True),
-    Param("cast", (3, 2), "float32", "bfloat16", "float32", True, True),
-    Param("summed in bfloat16", (6,), "float32", "bfloat16", "bfloat16", True, True),
-    Param("of 16 bits", (6,), "bfloat16", "bfloat16", "float32", True, True),
-    Param("wide", (7, 2), "float64", "float64", "float64", True, True),
-    Param("whole", (2, 2), "float32", "float32", "float32", True, False),
-    Param("whole of 16 bits", (3,), "bfloat16", "bfloat16", "bfloat16", True, False),
-    Param("whole and wide", (3,), "float64", "float64", "float64", True, False),
-    Param("scalar", (), "float32", "float32", "float32", True, False),
+    Param("even", (4, 3), "float32", "float32", "float32", True, Layout("rows", SHARDS)),
+    Param("uneven", (5,), "float32", "float32", "float32", True, Layout("rows", SHARDS)),
+    Param("fewer rows than ranks", (1, 2), "float32", "float32", "float32", True, Layout("rows", SHARDS)),
+    Param("cast", (3, 2), "float32", "bfloat16", "float32", True, Layout("rows", SHARDS)),
+    Param("summed in bfloat16", (6,), "float32", "bfloat16", "bfloat16", True, Layout("rows", SHARDS)),
+    Param("of 16 bits", (6,), "bfloat16", "bfloat16", "float32", True, Layout("rows", SHARDS)),
+    Param("wide", (7, 2), "float64", "float64", "float64", True, Layout("rows", SHARDS)),
+    Param("whole", (2, 2), "float32", "float32", "float32", True, Layout("whole", SHARDS)),
+    Param("whole of 16 bits", (3,), "bfloat16", "bfloat16", "bfloat16", True, Layout("whole", SHARDS)),
+    Param("whole and wide", (3,), "float64", "float64", "float64", True, Layout("whole", SHARDS)),
+    Param("scalar", (), "float32", "float32", "float32", True, Layout("whole", SHARDS)),
 )
 SHARDED = [p for p in PARAMS if p.sharded]
 
@@ -55,7 +56,7 @@ def values(param: Param, rank: int = 0) -> Tensor:
 
 
 def rows(param: Param, full: Tensor) -> Tensor:
-    return full[param.shard_rows(dist.get_rank() % SHARDS, SHARDS)] if param.sharded else full
+    return full[param.shard_rows(dist.get_rank() % SHARDS)] if param.sharded else full
 
 
 def dtype(name: str) -> torch.dtype:
@@ -195,7 +196,7 @@ def _part(transport: str) -> list[int] | None:
     mesh = DeviceMesh("cpu", [[1], [3]])
     if mesh.get_coordinate() is None:
         return None
-    comm, p = opened(transport, mesh), PARAMS[0]
+    comm, p = opened(transport, mesh), replace(PARAMS[0], home=Layout("rows", 1))
     assert (comm.rank, comm.world_size) == (0, 1)
     with together(comm, Entry("test", 1, 0)):
         (full,) = comm.finish_gather(comm.start_gather([p], [values(p)]))
@@ -246,7 +247,7 @@ class _Noting:
 def test_an_average_is_under_way_while_the_next_reduction_begins() -> None:
     notes = list[str]()
     comm = HybridCommunicator(_Noting("shards", notes), _Noting("replicas", notes))  # type: ignore[arg-type]
-    params = [Param(name, (2, 2), *["float32"] * 3, True, True) for name in ("first", "second")]
+    params = [Param(name, (2, 2), *["float32"] * 3, True, Layout("rows", SHARDS)) for name in ("first", "second")]
     first, second = (comm.start_reduce([param], [torch.ones(2, 2)]) for param in params)
     begun = ["shards start first", "shards finish first", "replicas start first", "shards start second"]
     assert notes == begun

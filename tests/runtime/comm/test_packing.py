@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
 
 CPU = torch.device("cpu")
 PARAMS = [
-    Param("even", (4, 3), "float32", "float32", "float32", True, True),
-    Param("uneven", (5,), "float32", "bfloat16", "float32", True, True),
-    Param("one row", (1, 2), "float32", "float32", "float32", True, True),
+    Param("even", (4, 3), "float32", "float32", "float32", True, Layout("rows", 1)),
+    Param("uneven", (5,), "float32", "bfloat16", "float32", True, Layout("rows", 1)),
+    Param("one row", (1, 2), "float32", "float32", "float32", True, Layout("rows", 1)),
 ]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_shards_are_cast_and_as_long_as_the_longest(world: int) -> None:
-    full = [torch.randn(p.shape) for p in PARAMS]
+    params = [replace(p, home=Layout("rows", world)) for p in PARAMS]
+    full = [torch.randn(p.shape) for p in params]
     sent = []
     for rank in range(world):
-        shards = [value[p.shard_rows(rank, world)] for p, value in zip(PARAMS, full, strict=True)]
-        sent.append(padded_shards(PARAMS, shards, world, CPU))
+        shards = [value[p.shard_rows(rank)] for p, value in zip(params, full, strict=True)]
+        sent.append(padded_shards(params, shards, CPU))
         if shards[0].is_contiguous() and world < 4:
             assert sent[-1][0].data_ptr() == shards[0].data_ptr(), "a shard that is right was copied"
-    for i, (param, value) in enumerate(zip(PARAMS, full, strict=True)):
+    for i, (param, value) in enumerate(zip(params, full, strict=True)):
         together = torch.cat([sends[i] for sends in sent])
         dtype = getattr(torch, param.compute_dtype)
         assert torch.equal(together[: param.elements], value.reshape(-1).to(dtype))
@@ -34,9 +38,10 @@ def test_shards_are_cast_and_as_long_as_the_longest(world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_gradients_are_cut_into_a_row_for_each_rank(world: int) -> None:
-    grads = [torch.randn(p.shape) for p in PARAMS]
-    message = gradient_message(PARAMS, grads, torch.bfloat16, world, CPU)
-    lengths = [p.chunk_elements(world) for p in PARAMS]
+    params = [replace(p, home=Layout("rows", world)) for p in PARAMS]
+    grads = [torch.randn(p.shape) for p in params]
+    message = gradient_message(params, grads, torch.bfloat16, CPU)
+    lengths = [p.chunk_elements for p in params]
     assert message.shape == (world, sum(lengths)) and message.dtype is torch.bfloat16
     for part, grad in zip(message.split(lengths, dim=1), grads, strict=True):
         flat = part.reshape(-1)

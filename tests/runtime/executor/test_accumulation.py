@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from waits import Unread
 
 from zerograph.core.errors import ZeroGraphError
+from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import GroupCommunicator
 from zerograph.runtime.executor import accumulation
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def spec(name: str) -> Param:
-    return Param(name, (2,), "float32", "float32", "float32", True, True)
+    return Param(name, (2,), "float32", "float32", "float32", True, Layout("rows", 1))
 
 
 class Programs:
@@ -186,7 +187,7 @@ def test_a_backward_that_fails_can_be_undone(programs: Programs) -> None:
 
 def test_held_gradients_are_summed_in_the_dtype_of_reductions(group: dist.ProcessGroup) -> None:
     """Many small ones are not lost beside a large one, as they would be in bfloat16."""
-    low = Param("w", (2,), "bfloat16", "bfloat16", "float32", True, True)
+    low = Param("w", (2,), "bfloat16", "bfloat16", "float32", True, Layout("rows", 1))
     accumulation = GradientAccumulation({"w": nn.Parameter(torch.ones(2, dtype=torch.bfloat16))})
     comm = GroupCommunicator(group, CPU)
     for number in (256.0, 1.0, 1.0):

@@ -25,6 +25,7 @@ from zerograph.core.instructions import (
     WaitGather,
     WaitReduce,
 )
+from zerograph.core.layout import Layout
 from zerograph.core.program import Program, Segment
 from zerograph.core.step import Param
 from zerograph.runtime.executor.accumulation import GradientAccumulation
@@ -34,7 +35,7 @@ from zerograph.runtime.executor.telemetry import Telemetry
 from zerograph.runtime.offload.nvme import Arena
 from zerograph.runtime.offload.shards import ShardStore
 
-W = Param("w", (4,), "float32", "float32", "float32", True, True)
+W = Param("w", (4,), "float32", "float32", "float32", True, Layout("rows", 2))
 
 
 class Recorder:

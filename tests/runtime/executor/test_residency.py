@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Residency
 from zerograph.core.program import ends_resident, stays_resident
 from zerograph.core.step import Param
@@ -19,8 +20,8 @@ from zerograph.runtime.comm.collectives import GroupCommunicator
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import GatheredCache, StepCount
 
-W = Param("w", (4,), "float32", "float32", "float32", True, True)
-V = Param("v", (2,), "float32", "bfloat16", "float32", True, True)
+W = Param("w", (4,), "float32", "float32", "float32", True, Layout("rows", 2))
+V = Param("v", (2,), "float32", "bfloat16", "float32", True, Layout("rows", 2))
 FULL = [torch.ones(4), torch.ones(2, dtype=torch.bfloat16)]
 
 

@@ -127,32 +127,33 @@ def test_a_norm_is_that_of_the_host(interpreted: Callable[..., Any]) -> None:
 def _packed(world: int) -> None:
     import torch
 
+    from zerograph.core.layout import Layout
     from zerograph.core.step import Param
     from zerograph.runtime.comm.packing import gradient_message, padded_shards
 
     cpu = torch.device("cpu")
     params = [
-        Param("even", (8, 16), "float32", "float32", "float32", True, True),
-        Param("uneven", (5,), "float32", "float32", "float32", True, True),
-        Param("cast", (7, 33), "float32", "bfloat16", "float32", True, True),
-        Param("cast too", (64, 65), "float32", "bfloat16", "float32", True, True),
-        Param("one row", (1, 2), "float32", "float16", "float32", True, True),
-        Param("double", (3, 3), "float64", "float64", "float64", True, True),
+        Param("even", (8, 16), "float32", "float32", "float32", True, Layout("rows", world)),
+        Param("uneven", (5,), "float32", "float32", "float32", True, Layout("rows", world)),
+        Param("cast", (7, 33), "float32", "bfloat16", "float32", True, Layout("rows", world)),
+        Param("cast too", (64, 65), "float32", "bfloat16", "float32", True, Layout("rows", world)),
+        Param("one row", (1, 2), "float32", "float16", "float32", True, Layout("rows", world)),
+        Param("double", (3, 3), "float64", "float64", "float64", True, Layout("rows", world)),
     ]
     full = [torch.randn(p.shape).to(getattr(torch, p.dtype)) for p in params]
     grads = [torch.randn(p.shape).to(getattr(torch, p.compute_dtype)) for p in params[:-1]]
     grads[2] = grads[2].t().contiguous().t()
     for rank in range(world):
-        shards = [value[p.shard_rows(rank, world)] for p, value in zip(params, full, strict=True)]
-        there = padded_shards(params, shards, world, cpu)
+        shards = [value[p.shard_rows(rank)] for p, value in zip(params, full, strict=True)]
+        there = padded_shards(params, shards, cpu)
         with _as_on_a_gpu():
-            here = padded_shards(params, shards, world, cpu)
+            here = padded_shards(params, shards, cpu)
         torch.testing.assert_close(here, there, rtol=0, atol=0)
         assert all(send.is_contiguous() for send in here)
     for dtype in (torch.float32, torch.bfloat16):
-        there_message = gradient_message(params[:-1], grads, dtype, world, cpu)
+        there_message = gradient_message(params[:-1], grads, dtype, cpu)
         with _as_on_a_gpu():
-            here_message = gradient_message(params[:-1], grads, dtype, world, cpu)
+            here_message = gradient_message(params[:-1], grads, dtype, cpu)
         torch.testing.assert_close(here_message, there_message, rtol=0, atol=0)
 
 
@@ -208,6 +209,7 @@ else:
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find(name, package)
 import torch
+from zerograph.core.layout import Layout
 from zerograph.runtime import kernels
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 print([kernels.available(torch.device("cuda")) for _ in range(2)])

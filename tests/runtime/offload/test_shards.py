@@ -16,6 +16,7 @@ from torch import nn
 
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
+from zerograph.core.layout import Layout
 from zerograph.core.plan import Bucket, Param, Placement, Plan
 from zerograph.runtime.offload.extents import ALIGNMENT
 from zerograph.runtime.offload.nvme import Arena
@@ -25,7 +26,9 @@ NVME = Placement(optimizer="nvme")
 
 
 def described(name: str, param: nn.Parameter, compute: str = "float32", sharded: bool = True) -> Param:
-    return Param(name, tuple(param.shape), "float32", compute, "float32", param.requires_grad, sharded)
+    return Param(
+        name, tuple(param.shape), "float32", compute, "float32", param.requires_grad, Layout.home(2, sharded=sharded)
+    )
 
 
 def store_of(folder: Path, params: dict[str, nn.Parameter]) -> ShardStore:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zerograph._core as _core
 from zerograph.core.errors import StorageError
+from zerograph.core.layout import Layout
 from zerograph.core.plan import tile_params
 from zerograph.core.step import Param
 from zerograph.runtime.offload.blocks import Block
@@ -45,8 +46,8 @@ class Spilling(torch.autograd.Function):
 
 def spilled_in_tiles(spilled: SpilledGradients, block: Block, name: str, grad: Tensor) -> Tensor | None:
     """What autograd gets of a gradient that leaves in tiles."""
-    param = Param(name, tuple(grad.shape), "float32", "float32", "float32", True, True)
-    (whole,), rows = tile_params(param, 1, 1), PIECE if grad.dim() == 1 else 24
+    param = Param(name, tuple(grad.shape), "float32", "float32", "float32", True, Layout("rows", 1))
+    (whole,), rows = tile_params(param, 1), PIECE if grad.dim() == 1 else 24
     begins = range(0, max(1, len(grad)), rows)
     tiles = [replace(whole, begin=begin, end=min(begin + rows, len(grad))) for begin in begins]
     given = [spilled.spill_tile(block, tile, grad[tile.begin : tile.end]) for tile in tiles]

@@ -186,7 +186,7 @@ class _Lowering:
         outs = tuple(self._register(results[k]) for k in range(len(results)))
         match node.target:
             case ops.GATHER:
-                size = sent_bytes(info.params, self.plan.world_size)
+                size = sent_bytes(info.params)
                 shards, out = self._regs(node.args[0]), self._register(node)
                 resident = self.kind == "backward" and self._residency(info) != "use"
                 instruction: Instruction = Gather(
@@ -194,10 +194,10 @@ class _Lowering:
                 )
                 placement = self._placement(info)
                 # Others are where they were, or where they were fetched to.
-                filled = [p for p in info.params if not is_full(p, self.plan.world_size, placement, self.split)]
+                filled = [p for p in info.params if not is_full(p, placement, self.split)]
                 if not filled:
                     self.shared[out] = self.shared.get(shards[0], out)
-                self.bytes[out] = gathered_bytes(filled, self.plan.world_size)
+                self.bytes[out] = gathered_bytes(filled)
             case ops.WAIT_GATHER:
                 pending, resident = self.registers[node.args[0]], stays_resident(self._residency(info), self.kind)  # type: ignore[index]
                 instruction = WaitGather(pending, outs, bucket=info.bucket, **_tile(info), resident=resident)
@@ -208,7 +208,7 @@ class _Lowering:
                 instruction = Free(info.bucket, self._regs(node.args[0]), resident=resident, **_tile(info), ends=ends)
             case ops.REDUCE:
                 size, grads = reduced_bytes(info.params), self._regs(node.args[0])
-                own = sum(shard_bytes(p, self.plan.world_size) for p in info.params)
+                own = sum(shard_bytes(p) for p in info.params)
                 instruction = Reduce(
                     info.bucket, info.params, grads, self._register(node), bytes=size, **_tile(info), averaged=own
                 )
@@ -217,7 +217,7 @@ class _Lowering:
             case ops.FETCH:
                 placement = self._placement(info)
                 tier, reads, out = placement.parameters, self._regs(node.args[0]), self._register(node)
-                size = sum(fetched_bytes(p, self.plan.world_size, placement, self.split) for p in info.params)
+                size = sum(fetched_bytes(p, placement, self.split) for p in info.params)
                 if tier == "host":
                     self.tiers |= dict.fromkeys(reads, tier)
                 move, self.bytes[out] = self._move("shard", node, size, tier), size
@@ -255,7 +255,7 @@ class _Lowering:
                 instruction = WaitFetch(pending, outs)
                 self._describe_saved(info, node.args[1], outs)
             case _:
-                sizes = [shard_bytes(p, self.plan.world_size) for p in info.params]
+                sizes = [shard_bytes(p) for p in info.params]
                 tier, reads = self._placement(info).spilled, self._regs(node.args[0])
                 into = self._regs([into for into in node.args[2:] if into is not None])
                 move = self._move("gradient", node, sum(sizes), tier)

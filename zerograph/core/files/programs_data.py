@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from zerograph.core.files.columns import from_mixed_table, from_table, mixed_table, table
 from zerograph.core.instructions import Compute, Free, Instruction, Move
+from zerograph.core.layout import Layout
 from zerograph.core.machine import LINKS
 from zerograph.core.plan import Param, ParamTile
 from zerograph.core.program import Program, Register, Segment
@@ -45,7 +46,8 @@ def programs_data(programs: Sequence[Program]) -> dict[str, Any]:
                 "given": list(program.given),
             }
         )
-    return {"params": mixed_table(params), "programs": found}
+    laid = (replace(p, home=(p.home.part, p.home.ranks)) for p in params)  # type: ignore[arg-type]
+    return {"params": mixed_table(laid), "programs": found}
 
 
 def programs_of(data: dict[str, Any]) -> tuple[Program, ...]:
@@ -54,7 +56,8 @@ def programs_of(data: dict[str, Any]) -> tuple[Program, ...]:
     Raises:
         KeyError, IndexError, TypeError, ValueError, AttributeError: there are none.
     """
-    params = from_mixed_table((Param, ParamTile), data["params"])
+    laid = from_mixed_table((Param, ParamTile), data["params"])
+    params = [replace(p, home=Layout(*p.home)) for p in laid]
     found: list[Program] = []
     for part in data["programs"]:
         segments, contents = (found[-1].segments, found[-1].contents) if part["carries"] and found else ((), ())

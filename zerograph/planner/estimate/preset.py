@@ -178,7 +178,7 @@ def _planned(preset: Preset, layers: int) -> tuple[Scheduler, Plan, tuple[Holdin
     moments = training.moments(sharded and (stage < 3 or placement.parameters != placement.optimizer))
     scheduler = _scheduler(replace(preset, strategy=Strategy(0, tiles=strategy.tiles)), layers, sharded, moments)
     held = (
-        *between_steps(plan, sizes_of_states(step.params, world, moments), scheduler.rates.staging),
+        *between_steps(plan, sizes_of_states(step.params, moments), scheduler.rates.staging),
         *(gradients_left(plan) if preset.training.accumulate > 1 else ()),
     )
     return scheduler, plan, held
@@ -188,7 +188,7 @@ def _tiles(bucket: Bucket, preset: Preset) -> int:
     """As many as make a parameter fit the size of buckets, if it may be so many."""
     if len(bucket.params) > 1 or not bucket.params[0].sharded:
         return 1
-    most = bucket.params[0].chunk(preset.world_size)
+    most = bucket.params[0].chunk
     return min(preset.strategy.tiles, -(-bucket.gathered_bytes // preset.training.bucket_size), most)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zerograph.core.layout import Layout, is_divided
 from zerograph.core.step import ITEM_SIZE, Kind, Op, Param, Phase, Step, Value
 from zerograph.planner.estimate.sizes import ModelSize
 from zerograph.planner.estimate.training import Training
@@ -33,7 +34,7 @@ def gpt(size: ModelSize, training: Training, world_size: int, layers: int, *, sh
 class _Gpt:
     def __init__(self, size: ModelSize, training: Training, world_size: int, layers: int, sharded: bool) -> None:
         self.size, self.training, self.layers = size, training, layers
-        self.least = world_size if sharded else 0
+        self.ranks, self.splits = world_size, sharded
         self.tokens, self.item = training.tokens, ITEM_SIZE[training.dtype]
         self.stream = self.tokens * size.hidden * self.item
         self.ops: list[Op] = []
@@ -72,7 +73,8 @@ class _Gpt:
 
     def _param(self, name: str, *shape: int) -> None:
         dtypes = self.training.dtypes
-        param = Param(name, shape, *dtypes, trainable=True, sharded=0 < self.least <= shape[0])
+        home = Layout.home(self.ranks, sharded=self.splits and is_divided(shape, self.ranks))
+        param = Param(name, shape, *dtypes, trainable=True, home=home)
         self.params.append(param)
         self.values.append(Value(f"shard {name}", 0, "input"))
         self.bytes[f"shard {name}"] = 0

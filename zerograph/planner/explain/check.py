@@ -51,6 +51,7 @@ Found = tuple[int, str, str, str]
 
 def check_plan(step: Step, plan: Plan) -> list[Violation]:
     """Everything that is wrong with ``plan`` as one for ``step``; empty when nothing is."""
+    step = step.over(max(1, plan.world_size))  # the number of ranks is the plan's to say, and may make no sense
     return [Violation(name, *found) for name, (_, finder) in CHECKS.items() for found in finder(step, plan)]
 
 
@@ -98,7 +99,7 @@ def tiles(plan: Plan) -> Iterator[Found]:
     """Tiles of a parameter follow one another from its shards' first row to their last."""
     for bucket in plan.buckets:
         if bucket.tiles > 1 and bucket.params and plan.world_size >= 1:
-            rows = bucket.params[0].chunk(plan.world_size)
+            rows = bucket.params[0].chunk
             cuts = tile_rows(rows, bucket.tiles)
             joined = all(end == begin for (_, end), (begin, _) in pairwise(cuts))
             if not joined or (cuts[0][0], cuts[-1][1]) != (0, rows) or any(begin == end for begin, end in cuts):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from zerograph.core.errors import InfeasibleError
 from zerograph.core.files.planfile import Holding
+from zerograph.core.layout import Layout, is_divided
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import OFFLOADS, Offload
-from zerograph.core.rows import is_divided
 from zerograph.core.step import Kind, Step, layer_of
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import format_bytes
@@ -137,6 +137,7 @@ def _turn(change: Change, search: Search, machine: Machine, need: int, short: in
 def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Iterator[Change]:
     """Every single change of what the user fixed, of the batch, and of the world."""
     constraints, states = search.constraints, search.states
+    step = step.over(constraints.world_size)
     for text, changed in (*_fixed(constraints), *_placements(constraints, machine)):
         # Variants hold what is saved and tiled: where a change touches neither, counting again would give the same.
         same = changed.recompute == constraints.recompute and changed.tiles == constraints.tiles
@@ -164,10 +165,11 @@ def _fixed(constraints: Constraints) -> Iterator[tuple[str, Constraints]]:
 def _sharded(search: Search, step: Step, budget: Budget) -> Change:
     """A stage that shards, for a step that was traced with whole parameters."""
     constraints = replace(search.constraints, stage="auto")
-    world = constraints.world_size
-    params = tuple(replace(p, sharded=is_divided(p.shape, world)) for p in step.params)
-    states = search.states + sum(state_bytes(params, world, search.moments))
-    states -= sum(state_bytes(step.params, world, search.moments))
+    ranks = constraints.world_size
+    homes = (Layout.home(ranks, sharded=is_divided(p.shape, ranks)) for p in step.params)
+    params = tuple(replace(p, home=home) for p, home in zip(step.params, homes, strict=True))
+    states = search.states + sum(state_bytes(params, search.moments))
+    states -= sum(state_bytes(step.params, search.moments))
     return Change('stage="auto"', replace(step, params=params), constraints, budget, states)
 
 
@@ -175,16 +177,17 @@ def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Chan
     """Twice the ranks, which share a host where there is room for them on one."""
     old = search.constraints.world_size
     new = 2 * old
-    rest = search.states - sum(state_bytes(step.params, old, search.moments))
+    rest = search.states - sum(state_bytes(step.params, search.moments))
     if not step.params:
         rest //= 2  # all of it is of parameters that other graphs read, most of which are sharded
-    states = rest + sum(state_bytes(step.params, new, search.moments))
+    wider = step.over(new)
+    states = rest + sum(state_bytes(wider.params, search.moments))
     if not isinstance(budget, int):
         # More ranks on one host have less of its memory and NVMe each.
         before, behind = (machine.budget(ranks * search.constraints.replicas) for ranks in (old, new))
         budget = {t: b * behind[t] // max(1, before[t]) for t, b in budget.items()}
     return Change(
-        f"world size {new}", step, replace(search.constraints, world_size=new), budget, states, search.variants
+        f"world size {new}", wider, replace(search.constraints, world_size=new), budget, states, search.variants
     )
 
 

@@ -157,7 +157,7 @@ def _decided(bucket: Bucket) -> str:
 
 def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
     """Why ``bucket`` stays resident as long as it does: a gather more, or its bytes between forward and backward."""
-    gather = format_seconds(rates.collective(sent_bytes(bucket.params, rates.world_size)))
+    gather = format_seconds(rates.collective(sent_bytes(bucket.params)))
     held = format_bytes(bucket.gathered_bytes)
     if bucket.residency == "backward":
         return f"it holds {held} between forward and backward, which saves a gather of {gather}"
@@ -169,7 +169,7 @@ def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
 
 def _leaves(bucket: Bucket, rates: Rates, moments: int) -> str:
     """The cost of keeping ``bucket`` off the device, and the bytes that it frees."""
-    shards = Shards.of(bucket.params, rates.world_size, moments, rates.staging)
+    shards = Shards.of(bucket.params, moments, rates.staging)
     placed = shards.at(bucket.placement)
     freed = -sum(size for tier, size in shards.moved(bucket.placement) if tier == "device")
     freed += shards.gradient if bucket.placement.spilled != "device" else 0

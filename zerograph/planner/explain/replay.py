@@ -31,6 +31,7 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     Raises:
         ConfigError: the step is not the one that was planned; says what differs.
     """
+    step = step.over(given.plan.world_size)  # which is compared before anything is traced
     if not step.training:
         return _for_evaluation(given, step)
     if not step.params and given.plan.buckets:
@@ -141,7 +142,7 @@ _FIELDS = {
     "compute_dtype": "compute dtype",
     "reduce_dtype": "dtype of the reduction",
     "trainable": "trainable",
-    "sharded": "sharded",
+    "home": "layout",
     "tied_to": "other names",
 }
 

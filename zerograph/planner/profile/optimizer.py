@@ -14,11 +14,10 @@ from zerograph.core.param_bytes import shard_bytes, update_bytes
 from zerograph.core.step import Op, Param, Step, Value
 
 
-def with_updates(step: Step, world_size: int, moments: int) -> Step:
+def with_updates(step: Step, moments: int) -> Step:
     """``step`` followed by the update of every parameter that it trains; an evaluation trains none.
 
     Args:
-        world_size: ranks that the parameters are sharded over.
         moments: tensors that the optimizer keeps per parameter.
     """
     if not step.training:
@@ -36,13 +35,13 @@ def with_updates(step: Step, world_size: int, moments: int) -> Step:
     values = {name: replace(kinds[name], kind="param") for name in shards.values()}
     ops, made = [], [values.get(value.name, value) for value in step.values]
     for param in (p for p in step.params if p.trainable):
-        size, shard = shard_bytes(param, world_size), shards.get(param.name, "")
+        size, shard = shard_bytes(param), shards.get(param.name, "")
         state_size = size * moments
         states, written = list(_states(param, state_size)), [Value(f"updated {param.name}", size, "param", shard)]
         written += [Value(f"updated {s.name}", s.bytes, "state", s.name) for s in states]
         reads = (*([shard] if shard else []), *gradients.get(param.name, ()), *(s.name for s in states))
         made += [*states, *written]
-        ops.append(_update(param, reads, tuple(v.name for v in written), update_bytes(param, world_size, state_size)))
+        ops.append(_update(param, reads, tuple(v.name for v in written), update_bytes(param, state_size)))
     return replace(step, ops=(*step.ops, *ops), values=tuple(made))
 
 

@@ -10,7 +10,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.step import Param, Step
 
 
-def tiles_wanted(wanted: TileOption, step: Step, world_size: int, bucket_size: int) -> dict[str, int]:
+def tiles_wanted(wanted: TileOption, step: Step, bucket_size: int) -> dict[str, int]:
     """Tiles of each parameter of ``step`` that is to be in several.
 
     A number is that of parameters that are larger than a bucket and can be in tiles; patterns name theirs, of which the
@@ -29,7 +29,7 @@ def tiles_wanted(wanted: TileOption, step: Step, world_size: int, bucket_size: i
         named = ((p, tiles_of(p.name, wanted)) for p in step.params if len(p.shape) > 1)
         found = {p: tiles for p, tiles in named if tiles > 1}
     for param, tiles in found.items():
-        _require_tilable(param, tiles, tilable, world_size)
+        _require_tilable(param, tiles, tilable)
     return {p.name: tiles for p, tiles in found.items() if tiles > 1}
 
 
@@ -38,7 +38,7 @@ def tiles_of(name: str, patterns: Iterable[tuple[str, int]]) -> int:
     return next((tiles for pattern, tiles in patterns if fnmatchcase(name, pattern)), 1)
 
 
-def _require_tilable(param: Param, tiles: int, tilable: set[str], world_size: int) -> None:
+def _require_tilable(param: Param, tiles: int, tilable: set[str]) -> None:
     if param.name not in tilable:
         raise ConfigError(
             f"tile= wants {param.name} {list(param.shape)} in {tiles} tiles, and not only products and lookups use it, "
@@ -46,10 +46,10 @@ def _require_tilable(param: Param, tiles: int, tilable: set[str], world_size: in
             "tiles are of weights that nothing but products (x @ W.T, as nn.Linear's, and x @ W) and lookups "
             "(nn.Embedding) use: name others in the pattern",
         )
-    rows = param.chunk(world_size)
+    rows = param.chunk
     if tiles > rows:
         raise ConfigError(
-            f"tile= wants {param.name} {list(param.shape)} in {tiles} tiles, and each of {world_size} ranks has "
+            f"tile= wants {param.name} {list(param.shape)} in {tiles} tiles, and each of {param.home.ranks} ranks has "
             f"{rows} rows of it",
             f"{rows} tiles are the most",
         )

@@ -108,4 +108,4 @@ def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> I
 
 
 def _state_sizes(plan: Plan, moments: int) -> dict[str, int]:
-    return sizes_of_states((param for bucket in plan.buckets for param in bucket.params), plan.world_size, moments)
+    return sizes_of_states((param for bucket in plan.buckets for param in bucket.params), moments)

@@ -28,7 +28,7 @@ def gradients_left(plan: Plan) -> Iterator[Holding]:
             if plan.stage > 1 and param.sharded and bucket.placement.spilled != "device":
                 continue
             full = param.elements * ITEM_SIZE[param.reduce_dtype]
-            size = shard_bytes(param, plan.world_size) if plan.stage > 1 else full
+            size = shard_bytes(param) if plan.stage > 1 else full
             yield Holding(f"gradient of {param.name}", "gradient", "device", size, -1, -1)
 
 

@@ -82,13 +82,13 @@ class Shards:
     split: bool
 
     @classmethod
-    def of(cls, params: Sequence[Param], world_size: int, moments: int, staging: Tier) -> Shards:
+    def of(cls, params: Sequence[Param], moments: int, staging: Tier) -> Shards:
         """The shards of the sharded ones of ``params``; buffers of disks are on ``staging``."""
         found: dict[tuple[bool, bool, bool], tuple[int, int]] = {}
         for p in params:
             if p.sharded:
                 values, copy = found.get(key := (p.trainable, p.is_master, p.dtype != p.compute_dtype), (0, 0))
-                found[key] = values + shard_bytes(p, world_size), copy + copy_bytes(p, world_size)
+                found[key] = values + shard_bytes(p), copy + copy_bytes(p)
         alike = tuple(Alike(*key, *sizes) for key, sizes in found.items())
         gradient = sum(some.values for some in alike if some.trainable)
         return cls(alike, gradient, gradient * moments, staging != "device")
@@ -159,14 +159,13 @@ def bucket_parts(
     name: str, params: Sequence[Param], tiles: int, full: Mapping[str, int], rates: Rates, moments: int
 ) -> tuple[BucketPart, ...]:
     """The bucket of ``params`` in ``tiles`` parts; ``full`` are bytes of full gradients by parameter."""
-    world = rates.world_size
     trainable = [p for p in params if p.trainable]
-    gathered, sent, reduced = gathered_bytes(params, world), sent_bytes(params, world), reduced_bytes(trainable)
-    shard = sum(shard_bytes(p, world) for p in trainable)
+    gathered, sent, reduced = gathered_bytes(params), sent_bytes(params), reduced_bytes(trainable)
+    shard = sum(shard_bytes(p) for p in trainable)
     gradients = sum(full.get(p.name, 0) for p in trainable)
-    shards = Shards.of(params, world, moments, rates.staging)
+    shards = Shards.of(params, moments, rates.staging)
     # Columns may be in more tiles than there are rows; of either a tile has its share of the bytes.
-    rows = max(params[0].chunk(world), tiles) if tiles > 1 else 1
+    rows = max(params[0].chunk, tiles) if tiles > 1 else 1
     slices = tile_rows(rows, tiles)
 
     def part(size: int, tile: int) -> int:
@@ -196,7 +195,7 @@ def bytes_on(tier: Tier, plan: Plan, moments: int, staging: Tier) -> dict[str, i
     found = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
     for bucket in plan.buckets:
         placement = bucket.placement
-        shards = Shards.of(bucket.params, plan.world_size, moments, staging)
+        shards = Shards.of(bucket.params, moments, staging)
         placed = shards.at(placement)
         found["parameters"] += placed.parameters * (placement.parameters == tier)
         found["parameters"] += placed.copies * (tier == "host" and second_copies(plan, bucket))
@@ -205,9 +204,9 @@ def bytes_on(tier: Tier, plan: Plan, moments: int, staging: Tier) -> dict[str, i
     return found
 
 
-def streamed(params: Sequence[Param], world_size: int) -> int:
+def streamed(params: Sequence[Param]) -> int:
     """Elements of this rank that an update of ``params`` streams where their states are on a disk."""
-    return sum(p.chunk_elements(world_size) for p in params if p.sharded and p.trainable)
+    return sum(p.chunk_elements for p in params if p.sharded and p.trainable)
 
 
 def ring_bytes(buckets: Iterable[tuple[Placement, int]], staging: Tier) -> int:
@@ -229,8 +228,8 @@ def between_steps(plan: Plan, state_sizes: Mapping[str, int], staging: Tier) -> 
     """
     for bucket in plan.buckets:
         placement = bucket.placement
-        placed = Shards.of(bucket.params, plan.world_size, 0, staging).at(placement)
-        sharded = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
+        placed = Shards.of(bucket.params, 0, staging).at(placement)
+        sharded = sum(shard_bytes(p) for p in bucket.params)
         states = sum(state_sizes.get(p.name, 0) for p in bucket.params)
         offloaded = sum(state_sizes.get(p.name, 0) for p in bucket.params if p.sharded)
         found: list[tuple[str, Kind, Tier, int]]
@@ -248,6 +247,6 @@ def between_steps(plan: Plan, state_sizes: Mapping[str, int], staging: Tier) -> 
         for what, kind, tier, size in found:
             if size:
                 yield Holding(f"{what} of {bucket.name}", kind, tier, size, -1, -1, bucket.name)
-    ring = ring_bytes(((b.placement, streamed(b.params, plan.world_size)) for b in plan.buckets), staging)
+    ring = ring_bytes(((b.placement, streamed(b.params)) for b in plan.buckets), staging)
     if ring:
         yield Holding("slots that states pass through", "temporary", staging, ring, -1, -1)

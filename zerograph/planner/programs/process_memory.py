@@ -97,23 +97,23 @@ def transport_bytes(programs: Sequence[Program], world_size: int) -> int:
         # Between steps nothing stays resident, so each begins with no bucket.
         unsharded: set[int] = set()
         for program in programs:
-            _exchange(program, world_size, blocks, unsharded)
+            _exchange(program, blocks, unsharded)
     return world_size * (sum(blocks.sizes) + _CONTROL)
 
 
-def _exchange(program: Program, world_size: int, blocks: _Blocks, unsharded: set[int]) -> None:
+def _exchange(program: Program, blocks: _Blocks, unsharded: set[int]) -> None:
     """The messages of ``program``; buckets that are ``unsharded`` already are not gathered."""
     for instruction in program.instructions:
         match instruction:
             case Gather(bucket=bucket, params=params, out=out):
                 if bucket not in unsharded:
-                    blocks.take(out, _gathered(params, world_size))
+                    blocks.take(out, _gathered(params))
                 unsharded.add(bucket)
             case Free(bucket=bucket, resident=resident):
                 if not resident:
                     unsharded.discard(bucket)
             case Reduce(params=params, out=out):
-                for size in _reduced(params, world_size):
+                for size in _reduced(params):
                     blocks.take(out, size)
             case WaitGather(pending=pending) | WaitReduce(pending=pending):
                 blocks.read(pending)
@@ -152,19 +152,19 @@ class _Blocks:
         self._read.clear()
 
 
-def _gathered(params: Sequence[Param], world_size: int) -> int:
+def _gathered(params: Sequence[Param]) -> int:
     """This rank's shards."""
-    return _message(params, (copy_bytes(p, world_size) for p in params))
+    return _message(params, (copy_bytes(p) for p in params))
 
 
-def _reduced(params: Sequence[Param], world_size: int) -> Iterator[int]:
+def _reduced(params: Sequence[Param]) -> Iterator[int]:
     """A slice of each gradient to every peer; the sums of unsharded ones then go to all."""
     for sharded in (True, False):
         some = [p for p in params if p.sharded == sharded]
         if some:
-            chunks = [p.summed_elements(world_size) for p in some]
+            chunks = [p.summed_elements for p in some]
             sent = [chunk * _sent_item(p) for chunk, p in zip(chunks, some, strict=True)]
-            yield _message(some, sent * (world_size - 1))
+            yield _message(some, sent * (some[0].home.ranks - 1))
             if not sharded:
                 yield _message(some, (c * ITEM_SIZE[p.dtype] for c, p in zip(chunks, some, strict=True)))
 

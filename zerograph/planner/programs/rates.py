@@ -145,9 +145,7 @@ class Rates:
         return min(self.world_size * self.replicas, self.machine.ranks_per_node)
 
 
-def device_update(
-    buckets: Sequence[Sequence[Param]], host: Collection[int], world_size: int, state_sizes: Mapping[str, int]
-) -> Update:
+def device_update(buckets: Sequence[Sequence[Param]], host: Collection[int], state_sizes: Mapping[str, int]) -> Update:
     """The update on the device of the parameters in ``state_sizes`` (:func:`sizes_of_states`): those of all
     ``buckets``, of the buckets in ``host`` what is not sharded.
 
@@ -157,5 +155,5 @@ def device_update(
     for index, params in enumerate(buckets):
         for param in params:
             if param.name in state_sizes and not (param.sharded and index in host):
-                here.setdefault(index, []).append(update_bytes(param, world_size, state_sizes[param.name]))
+                here.setdefault(index, []).append(update_bytes(param, state_sizes[param.name]))
     return Update(tuple(here), tuple(size for sizes in here.values() for size in sizes))

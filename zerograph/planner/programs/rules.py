@@ -58,7 +58,7 @@ def plan_step(
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
         Bucket(index, _name(params), params, residency, _placement(params, placement), tiles.get(params[0].name, 1))
-        for index, params in enumerate(_buckets(step.params, bucket_size, tiles, whole_layers))
+        for index, params in enumerate(_buckets(step.over(world_size).params, bucket_size, tiles, whole_layers))
     )
     return Plan(
         stage=stage,

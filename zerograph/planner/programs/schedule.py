@@ -147,7 +147,7 @@ class Scheduler:
         self._saved: dict[tuple[object, ...], SavedRegisters] = {}
         self._held: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         self._moved: dict[tuple[int, Placement], TierBytes] = {}
-        self._streamed = [streamed(params, rates.world_size) for params in buckets]
+        self._streamed = [streamed(params) for params in buckets]
 
     def fresh(self) -> Scheduler:
         """The same without the registers and segments of coarse programs so far."""
@@ -210,15 +210,14 @@ class Scheduler:
         key = ("update", frozenset(host))
         found: Update | None = self.made.get(key)
         if found is None:
-            world = self.rates.world_size
-            state_sizes = sizes_of_states(chain.from_iterable(self.buckets), world, self.moments)
-            found = self.made[key] = device_update(self.buckets, host, world, state_sizes)
+            state_sizes = sizes_of_states(chain.from_iterable(self.buckets), self.moments)
+            found = self.made[key] = device_update(self.buckets, host, state_sizes)
         return found
 
     def update_inside(self, bucket: int, gradient: int) -> Update:
         """The update on the device of the shards of a bucket, whose ``gradient`` goes with it."""
-        world, shards = self.rates.world_size, [param for param in self.buckets[bucket] if param.sharded]
-        update = device_update([shards], (), world, sizes_of_states(shards, world, self.moments))
+        shards = [param for param in self.buckets[bucket] if param.sharded]
+        update = device_update([shards], (), sizes_of_states(shards, self.moments))
         return Update((bucket,), update.sizes, reads=(gradient,), dead=(gradient,))
 
     def alive(self, phase: str, layer: str, options: tuple[int, ...]) -> list[Life]:

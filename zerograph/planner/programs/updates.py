@@ -243,9 +243,7 @@ def update_program(
             instructions += update_offloaded(
                 known, bucket, 0, 1, plan.update, placement, number, arrived.get(bucket, ()), -1
             )
-    on_device = device_update(
-        [bucket.params for bucket in plan.buckets], [*offloaded, *inside], plan.world_size, state_sizes
-    )
+    on_device = device_update([bucket.params for bucket in plan.buckets], [*offloaded, *inside], state_sizes)
     if on_device.sizes or not (offloaded or inside):
         last = streams is not None and streams.staging != "device"
         instructions.insert(len(instructions) if last else 0, on_device)  # as coarse programs have it

@@ -148,7 +148,7 @@ def prefetch(choices: Sequence[int]) -> Decision:
 def residency(space: SearchSpace) -> Decision:
     """Which gathered buckets stay resident from the forward to the backward; those in tiles cannot."""
     rates = space.scheduler.rates
-    sizes = {b.index: max(1, gathered_bytes(b.params, rates.world_size)) for b in space.plan.buckets}
+    sizes = {b.index: max(1, gathered_bytes(b.params)) for b in space.plan.buckets}
     rewards = {index: rates.collective(size) / size for index, size in sizes.items()}
 
     def apply(plan: Plan, values: Values) -> Plan:

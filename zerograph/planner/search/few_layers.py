@@ -163,7 +163,7 @@ def _without(space: SearchSpace, left_out: Sequence[str]) -> dict[str, Any]:
     buckets = tuple(replace(bucket, index=i) for i, bucket in enumerate(stay))
     dropped = [p for bucket in plan.buckets for p in bucket.params]
     kept = {p.name for bucket in stay for p in bucket.params}
-    size = sum(state_bytes([p for p in dropped if p.name not in kept], plan.world_size, scheduler.moments))
+    size = sum(state_bytes([p for p in dropped if p.name not in kept], scheduler.moments))
     return {
         "profile": _shortened(scheduler.profile, left_out, kept, names),
         "plan": replace(

@@ -73,6 +73,7 @@ class Search:
             within: a search with more open, whose simulations this one takes.
         """
         self.constraints, self.moments = constraints, moments
+        step = step.over(constraints.world_size)
         self.variants: list[Variant]
         self.spaces: list[SearchSpace]
         self.states: int
@@ -91,7 +92,7 @@ class Search:
         with without_gc():
             like = within if within is not None and same_variants(constraints, within.constraints) else None
             self.variants = variants_of(Graph.of(step), constraints, machine) if like is None else like.variants
-            self.states = sum(state_bytes(step.params, constraints.world_size, moments)) if states is None else states
+            self.states = sum(state_bytes(step.params, moments)) if states is None else states
             self.tiers = constraints.tiers(machine)
             self.placements = open_placements(constraints.offload, self.tiers, constraints.sharding)
             # The first variant has the loss whole, or as it is fixed: what stays on the device is of that one, unless

@@ -88,7 +88,7 @@ def _regions(step: Step, constraints: Constraints, by_sample: bool) -> list[Toke
     whole = dict[str, int]()
     if by_sample or constraints.offload != "none":
         size = constraints.bucket_size or DEFAULT_BUCKET_SIZE
-        whole = tiles_wanted(constraints.tiling, step, constraints.world_size, size)
+        whole = tiles_wanted(constraints.tiling, step, size)
     return regions_with(step, by_sample, layers, whole)
 
 
@@ -115,7 +115,7 @@ def spaces_of(
             saved=constraints.saved or "device",
             update="host" if constraints.update == "auto" else constraints.update,
             overlap="none" if constraints.overlap == "auto" else constraints.overlap,
-            tiles=tiles_wanted(constraints.tiling, step, constraints.world_size, size),
+            tiles=tiles_wanted(constraints.tiling, step, size),
             whole_layers=variant.by_sample,
         )
         untiled: tuple[str, ...] = ()
@@ -147,4 +147,4 @@ def most_tiles(plan: Plan, size: int, untiled: Container[str] = ()) -> tuple[int
     alone = (b for b in plan.buckets if len(b.params) == 1 and b.params[0].sharded and b.params[0].name not in untiled)
     large = {b.index for b in alone if b.gathered_bytes > size}
     most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
-    return tuple(min(most, b.params[0].chunk(plan.world_size)) if b.index in large else 1 for b in plan.buckets)
+    return tuple(min(most, b.params[0].chunk) if b.index in large else 1 for b in plan.buckets)
