@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import zerograph
@@ -17,6 +18,7 @@ from zerograph.core.errors import ConfigError, UnsupportedError
 
 accelerate = pytest.importorskip("accelerate", reason="the optional extra accelerate is not installed")
 
+from accelerate import ParallelismConfig  # noqa: E402
 from integrations.small import close, generated, llama, plain, quiet, texts, unsharded  # noqa: E402
 
 from zerograph.integrations.accelerate import Accelerator  # noqa: E402
@@ -25,9 +27,9 @@ from zerograph.integrations.accelerate import Accelerator  # noqa: E402
 class Run:
     """A user's loop: accumulation over two micro-batches, clipping, a scheduler. ``stage`` None is Accelerate's DDP."""
 
-    def __init__(self, stage: int | None, keep: str = "SHARDED_STATE_DICT") -> None:
+    def __init__(self, stage: int | None, keep: str = "SHARDED_STATE_DICT", **options: Any) -> None:
         quiet()
-        options: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": 2}
+        options |= {"cpu": True, "gradient_accumulation_steps": 2}
         options["step_scheduler_with_optimizer"] = False  # Accelerate would step it once per process
         if stage is None:
             self.accelerator = accelerate.Accelerator(**options)
@@ -176,6 +178,54 @@ def _refused() -> None:
         ours.accelerator.trigger_sync_in_backward(ours.model),
     ):
         pass
+
+
+HSDP = {"dp_replicate_size": 2, "dp_shard_size": 2}
+
+
+def _on_axes(path: str) -> dict[str, Any]:
+    found = {}
+    for name, stage, options in (("ddp", None, {}), ("hsdp", 3, {"parallelism_config": ParallelismConfig(**HSDP)})):
+        ours = Run(stage, **options)
+        curve = ours.train(range(4))
+        if stage is not None:
+            ours.accelerator.save_state(path)
+            mesh = zerograph.backend_of(ours.model).config.mesh
+            assert mesh is not None and (mesh.mesh_dim_names, tuple(mesh.shape)) == (
+                ("dp_replicate", "dp_shard"),
+                (2, 2),
+            )
+            halves = [(len(p.to_local()), p.shape[0] / 2) for p in ours.model.parameters()]
+            assert all(abs(own - half) < 1 for own, half in halves), "split over two of four ranks"
+            resumed = Run(stage, parallelism_config=ParallelismConfig(**HSDP))
+            resumed.accelerator.load_state(path)
+            ours = resumed
+        curve += ours.train(range(4, 8))
+        found[name] = curve
+    return found
+
+
+def test_axes_of_a_parallelism_config_shard_and_replicate(tmp_path: Path) -> None:
+    for rank in run(4, _on_axes, str(tmp_path)):
+        _same_curve(rank["hsdp"], rank["ddp"])
+
+
+def _axes_refused() -> None:
+    both = {"parallelism_config": ParallelismConfig(dp_shard_size=2)}
+    mesh = init_device_mesh("cpu", (2,))
+    for options, named in (
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "parallelism_config has tp_size=2"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "parallelism_config has cp_size=2"),
+        ({"parallelism_config": ParallelismConfig(dp_replicate_size=2)}, "nothing to shard over"),
+        ({**both, "backend": zerograph.backend(stage=3, mesh=mesh)}, "which ranks shard would be said twice"),
+    ):
+        quiet()
+        with pytest.raises(ConfigError, match=named):
+            Accelerator(**{"backend": zerograph.backend(stage=3), "cpu": True, **options})
+
+
+def test_axes_that_cannot_be_are_refused_and_the_others_named() -> None:
+    run(2, _axes_refused)
 
 
 def _sequential() -> list[bool]:

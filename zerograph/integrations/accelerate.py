@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import accelerate
@@ -32,7 +33,8 @@ class Accelerator(accelerate.Accelerator):
     Models and optimizers may be prepared together or one by one, in any order.
 
     Args:
-        backend: made by ``zerograph.backend(...)``; further models get a copy each.
+        backend: made by ``zerograph.backend(...)``; further models get a copy each, and with a ``parallelism_config``
+            the first one does, too (``zerograph.backend_of(model)``).
         state_dict_type: how ``save_state`` writes, as for ``FullyShardedDataParallelPlugin``: "SHARDED_STATE_DICT"
             (each rank its shards) or "FULL_STATE_DICT" (rank 0 one file each of weights and optimizer states).
         arguments: those of ``accelerate.Accelerator``.
@@ -64,7 +66,7 @@ class Accelerator(accelerate.Accelerator):
             "sharded ones are written by all ranks, full ones by rank 0",
         )
         _refuse_others(self)
-        self._given_backend = self._next_backend = backend
+        self._given_backend = self._next_backend = _on_axes(backend, self)
         self.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)
 
     @property
@@ -147,7 +149,11 @@ def _generate(module: Any, *args: Any, **options: Any) -> Any:
 
 
 def _refuse_arguments(
-    dynamo_backend: Any = None, fsdp_plugin: Any = None, kwargs_handlers: Any = None, **_: Any
+    dynamo_backend: Any = None,
+    fsdp_plugin: Any = None,
+    kwargs_handlers: Any = None,
+    parallelism_config: accelerate.ParallelismConfig | None = None,
+    **_: Any,
 ) -> None:
     """Refuse what would be ignored, or what Accelerate's own error would say less about.
 
@@ -166,6 +172,8 @@ def _refuse_arguments(
                 f"Accelerator was given {name}, which nothing here would read",
                 "leave it out: backend=zerograph.backend(...) takes stage, dtypes and bucket sizes",
             )
+    if parallelism_config is not None:
+        _refuse_axes(parallelism_config)
 
 
 def _refuse_others(accelerator: accelerate.Accelerator) -> None:
@@ -175,6 +183,8 @@ def _refuse_others(accelerator: accelerate.Accelerator) -> None:
         ConfigError: naming it.
     """
     state = accelerator.state
+    if state.parallelism_config is not None:
+        _refuse_axes(state.parallelism_config)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes < started:
         raise ConfigError(
@@ -184,7 +194,6 @@ def _refuse_others(accelerator: accelerate.Accelerator) -> None:
     found = {
         f"distributed type {state.distributed_type.value}": state.distributed_type
         in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA),
-        "a parallelism_config": state.parallelism_config is not None,
         f"dynamo backend {state.dynamo_plugin.backend.value}": state.dynamo_plugin.backend != DynamoBackend.NO,
         "mixed_precision fp8": accelerator.fp8_enabled,
     }
@@ -195,3 +204,40 @@ def _refuse_others(accelerator: accelerate.Accelerator) -> None:
                 "leave it out of the arguments, of `accelerate config` and of ACCELERATE_* variables; "
                 "zerograph.backend(...) takes stage, dtype and what is compiled",
             )
+
+
+def _refuse_axes(config: accelerate.ParallelismConfig) -> None:
+    """Refuse axes of a mesh that a model cannot be trained on here.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    hint = "dp_shard_size shards, with dp_replicate_size beside it for replicas (HSDP): together as many as processes"
+    others = {"tp_size": config.tp_size, "cp_size": config.cp_size, "sp_size": config.sp_size}
+    given = [f"{name}={size}" for name, size in others.items() if size > 1]
+    if given:
+        raise ConfigError(
+            f"parallelism_config has {', '.join(given)}, which ZeroGraph does not do under Accelerate", hint
+        )
+    if config.dp_replicate_size > 1 and config.dp_shard_size == 1:
+        raise ConfigError(
+            f"parallelism_config has dp_replicate_size={config.dp_replicate_size} and nothing to shard over",
+            f"{hint}; zerograph.backend(stage=0) without a parallelism_config replicates on all ranks",
+        )
+
+
+def _on_axes(backend: Backend, accelerator: accelerate.Accelerator) -> Backend:
+    """``backend``, or a copy of it for the mesh that a ``parallelism_config`` tells.
+
+    Raises:
+        ConfigError: it has a mesh of its own.
+    """
+    config = accelerator.state.parallelism_config
+    if config is None or not config.dp_dim_names:
+        return backend
+    if backend.config.mesh is not None:
+        raise ConfigError(
+            "Accelerator was given a parallelism_config, and its backend a mesh: which ranks shard would be said twice",
+            "leave one of them out",
+        )
+    return Backend(replace(backend.config, mesh=accelerator.torch_device_mesh[tuple(config.dp_dim_names)]))

@@ -38,10 +38,11 @@ class ShardedTrainer(_Mixed):
         refuse_other_backends(backend, type(self).__name__)
         self._backend, self._state_dict_type = backend, state_dict_type
         super().__init__(*arguments, **options)
-        if self._reads_loss_only and not backend.config.loss_only and self.accelerator._next_backend is backend:
+        given = self.accelerator._given_backend
+        if self._reads_loss_only and not given.config.loss_only and self.accelerator._next_backend is given:
             # Not the given one, with which another model may be trained whose logits somebody reads.
-            self._backend = self.accelerator._next_backend = copy.copy(backend)
-            self._backend.config = replace(backend.config, loss_only=True)
+            self._backend = self.accelerator._next_backend = copy.copy(given)
+            self._backend.config = replace(given.config, loss_only=True)
 
     @property
     def _reads_loss_only(self) -> bool:
