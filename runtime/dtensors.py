@@ -1,7 +1,8 @@
 """How tensors lie on the mesh of the ranks that share them: where placements are chosen and read, and nowhere else.
 
 Along the last axis of a mesh of ours a parameter is split by rows, or replicated on every rank; along one before it, it
-is replicated (:mod:`~zerograph.runtime.comm.axes`). Users may give optimizers DTensors of their own, on any mesh.
+is replicated (:mod:`~zerograph.runtime.comm.axes`). An axis of tensor parallelism may come after those
+(:mod:`~zerograph.runtime.comm.joined`). Users may give optimizers DTensors of their own, on any mesh.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from zerograph.core.layout import rows_of
+from zerograph.runtime.comm.joined import our_axes
+
+Groups = tuple[ProcessGroup, ...]
+"""The ranks over which a tensor is split, along each axis that splits it; none where every rank has all of it."""
 
 
 def placements_of(sharded: bool, mesh: DeviceMesh) -> tuple[Placement, ...]:
@@ -25,9 +30,14 @@ def shard_ranks(mesh: DeviceMesh) -> int:
     return mesh.size(mesh.ndim - 1)
 
 
+def splits(placement: Placement) -> bool:
+    """Whether ranks hold different parts: a strided shard, which ``is_shard()`` leaves out, is one too."""
+    return not placement.is_replicate() and not placement.is_partial()
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether each rank holds only its own part of ``tensor``: of a parameter of ours, its own rows."""
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+    return isinstance(tensor, DTensor) and any(map(splits, tensor.placements))
 
 
 def is_replicated(tensor: Tensor) -> bool:
@@ -35,12 +45,23 @@ def is_replicated(tensor: Tensor) -> bool:
     return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
 
 
-def needs_one_reduction(tensor: Tensor) -> bool:
-    """Whether a number of ``tensor``, such as its norm, needs one reduction over :func:`group_of_ranks` at most."""
+def is_partial(tensor: Tensor) -> bool:
+    """Whether ranks hold parts of a sum: their own numbers of it, such as norms, say nothing of it."""
+    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
+def is_split_by_rows(tensor: Tensor) -> bool:
+    """Whether ranks along one axis have the rows of ``tensor``, in their order, and nothing else splits it."""
+    found = [p for p in tensor.placements if splits(p)] if isinstance(tensor, DTensor) else []
+    return len(found) == 1 and found[0] == Shard(0)
+
+
+def groups_of_ranks(tensor: Tensor) -> Groups:
+    """The ranks over which ``tensor`` is split, those of each axis that splits it."""
     if not isinstance(tensor, DTensor):
-        return True
-    split = [placement.is_shard() for placement in tensor.placements]
-    return sum(split) <= 1 and not any(placement.is_partial() for placement in tensor.placements)
+        return ()
+    axes = (axis for axis, placement in enumerate(tensor.placements) if splits(placement))
+    return tuple(tensor.device_mesh.get_group(axis) for axis in axes)
 
 
 def group_of_ranks(tensor: Tensor) -> ProcessGroup:
@@ -63,7 +84,39 @@ def has_first_replica(tensor: Tensor) -> bool:
 
 
 def _split_axis(tensor: DTensor) -> int:
-    return next(axis for axis, placement in enumerate(tensor.placements) if placement.is_shard())
+    return next(axis for axis, placement in enumerate(tensor.placements) if splits(placement))
+
+
+def own_part(value: Tensor, like: DTensor) -> Tensor:
+    """The part of ``value`` that this rank has of ``like``, a tensor of its shape: a view, no communication.
+
+    An axis splits what those before it leave, and a strided one, by its name in torch, what those after it leave."""
+    mesh, coordinate = like.device_mesh, like.device_mesh.get_coordinate()
+    assert coordinate is not None  # of this rank's own tensor
+    split = [axis for axis, placement in enumerate(like.placements) if splits(placement)]
+    strided = [axis for axis in split if like.placements[axis] != Shard(like.placements[axis].dim)]  # type: ignore[attr-defined]
+    for axis in (*(axis for axis in split if axis not in strided), *reversed(strided)):
+        dim = like.placements[axis].dim  # type: ignore[attr-defined]
+        rows = rows_of(value.shape[dim], coordinate[axis], mesh.size(axis))
+        value = value.narrow(dim, rows.start, rows.stop - rows.start)
+    return value
+
+
+def shared_by_us(param: Tensor) -> tuple[tuple[int, ...], bool]:
+    """The shape of what the ranks that we shard over share of a parameter of ours, and whether they split it: of one
+    that lies on another axis too, this rank's part along that."""
+    shape = list(param.shape)
+    if not isinstance(param, DTensor):
+        return tuple(shape), False
+    mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
+    assert coordinate is not None  # of this rank's own tensor
+    axes = our_axes(mesh).ndim
+    for axis in range(axes, mesh.ndim):
+        if splits(param.placements[axis]):
+            dim = param.placements[axis].dim  # type: ignore[attr-defined]
+            rows = rows_of(shape[dim], coordinate[axis], mesh.size(axis))
+            shape[dim] = rows.stop - rows.start
+    return tuple(shape), splits(param.placements[axes - 1])
 
 
 def own_rows(rows: int, mesh: DeviceMesh) -> slice:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -44,6 +44,23 @@ def as_dtensor(
     device. Seen in 2.13."""
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)  # type: ignore[arg-type, call-arg]
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """How ``fully_shard`` places what ranks of a later axis, ``split_factor`` of them, have split along ``dim``.
+    Seen in 2.13."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def concatenated(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    """The mesh of the axes of ``mesh`` and then of ``other``, as ``fully_shard`` makes it. Seen in 2.13.
+
+    Raises:
+        RuntimeError: they are not different axes of one mesh.
+    """
+    if not (mesh.mesh_dim_names and other.mesh_dim_names):
+        raise RuntimeError("axes without names have no place in a mesh of both")
+    return DeviceMesh._concatenate([mesh, other])
 
 
 def placed_as(local: Tensor, param: Tensor) -> Tensor:

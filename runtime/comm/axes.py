@@ -63,7 +63,7 @@ def axes_of(mesh: DeviceMesh) -> Axes:
             del _KNOWN[axes.name]  # names of groups that were destroyed are used again
         elif (axes.device_type, _ranks_of(axes.shards), _ranks_of(axes.replicas)) == wanted:
             return axes  # each mesh has groups of its own, of the same ranks
-    everyone = _everyone(mesh, shards)
+    everyone = everyone_of(mesh, shards)
     name = f"{everyone.group_name}, {replicas.size()} x {shards.size()}, {mesh.device_type}"
     axes = Axes(name, everyone, shards, replicas, mesh.device_type)
     _KNOWN[axes.name] = axes
@@ -84,7 +84,8 @@ def _ranks_of(group: ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(group) if group is not None else []
 
 
-def _everyone(mesh: DeviceMesh, like: ProcessGroup) -> ProcessGroup:
+def everyone_of(mesh: DeviceMesh, like: ProcessGroup) -> ProcessGroup:
+    """All ranks of ``mesh``, who call this together, over what the group ``like`` communicates over."""
     ranks = mesh.mesh.flatten().tolist()
     if dist.group.WORLD is not None and ranks == list(range(dist.get_world_size())):
         return dist.group.WORLD

@@ -29,8 +29,8 @@ def test_addresses_tell_no_gradient_from_an_empty_one() -> None:
     assert found.addresses == [layout.params[0].grad.data_ptr(), NOTHING, 0]  # type: ignore[union-attr]
     assert found.of([0, 1]).complete and not found.of([2]).complete and found.of([0, 1, 2]) is found
     assert [g is None for g in found.of([2, 0]).tensors] == [True, False]
-    assert layout.pieces(found, split=True) == [] == layout.elsewhere(found, split=False)
-    assert [count for _, _, count in layout.pieces(found, split=False)] == [3, 0]
+    assert layout.pieces(found, over=("a group",)) == [] == layout.elsewhere(found, over=())  # type: ignore[arg-type]
+    assert [count for _, _, count in layout.pieces(found, over=())] == [3, 0]
 
 
 def test_what_moved_is_noticed() -> None:

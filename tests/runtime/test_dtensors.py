@@ -19,9 +19,10 @@ def test_a_parameter_is_read_as_it_is_placed(sharded: bool) -> None:
         mesh = init_device_mesh("cpu", (4,))
         param = DTensor.from_local(torch.ones(2, 3), mesh, dtensors.placements_of(sharded, mesh), run_check=False)
         assert dtensors.is_sharded(param) == sharded == (not dtensors.is_replicated(param))
-        assert dtensors.needs_one_reduction(param)
+        assert not dtensors.is_partial(param) and dtensors.is_split_by_rows(param) == sharded
         assert dtensors.split_over(param) is (mesh if sharded else None)
         if sharded:
+            assert dtensors.groups_of_ranks(param) == (mesh.get_group(),)
             assert dtensors.group_of_ranks(param) is mesh.get_group() and dtensors.has_first_replica(param)
         assert dtensors.shard_ranks(mesh) == 4
         assert dtensors.own_rows(7, mesh) == rows_of(7, 1, 4) == slice(2, 4)
@@ -38,7 +39,7 @@ def test_a_mesh_of_two_axes_splits_rows_over_the_last(rank: int) -> None:
         assert split.placements == (Replicate(), Shard(0)) and whole.placements == (Replicate(), Replicate())
         assert dtensors.is_sharded(split) and not dtensors.is_replicated(split)
         assert dtensors.is_replicated(whole) and not dtensors.is_sharded(whole)
-        assert dtensors.needs_one_reduction(split) and dtensors.needs_one_reduction(whole)
+        assert dtensors.groups_of_ranks(split) == (mesh.get_group(1),) and dtensors.groups_of_ranks(whole) == ()
         assert dtensors.group_of_ranks(split) is mesh.get_group(1)
         assert (dtensors.split_over(split), dtensors.split_over(whole)) == (mesh, None)
         assert dtensors.has_first_replica(split) == (rank < 3)
@@ -48,29 +49,29 @@ def test_a_mesh_of_two_axes_splits_rows_over_the_last(rank: int) -> None:
 
 def test_a_plain_tensor_is_whole() -> None:
     assert dtensors.is_replicated(torch.ones(2)) and not dtensors.is_sharded(torch.ones(2))
-    assert dtensors.needs_one_reduction(torch.ones(2)) and dtensors.split_over(torch.ones(2)) is None
+    assert dtensors.groups_of_ranks(torch.ones(2)) == () and dtensors.split_over(torch.ones(2)) is None
 
 
 @pytest.mark.parametrize(
-    ("sizes", "placements", "sharded", "one"),
+    ("sizes", "placements", "axes", "partial"),
     [
-        ((4,), [Shard(1)], True, True),
-        ((4,), [Partial()], False, False),
-        ((2, 2), [Replicate(), Shard(0)], True, True),
-        ((2, 2), [Shard(1), Replicate()], True, True),
-        ((2, 2), [Shard(0), Shard(1)], True, False),
-        ((2, 2), [Shard(0), Partial()], True, False),
-        ((2, 2), [Partial(), Replicate()], False, False),
+        ((4,), [Shard(1)], 1, False),
+        ((4,), [Partial()], 0, True),
+        ((2, 2), [Replicate(), Shard(0)], 1, False),
+        ((2, 2), [Shard(1), Replicate()], 1, False),
+        ((2, 2), [Shard(0), Shard(1)], 2, False),
+        ((2, 2), [Shard(0), Partial()], 1, True),
+        ((2, 2), [Partial(), Replicate()], 0, True),
     ],
     ids=["columns", "a sum", "rows of a half", "columns of a half", "quarters", "a sum of rows", "a sum of a half"],
 )
 def test_tensors_that_users_placed(
-    sizes: tuple[int, ...], placements: list[Placement], sharded: bool, one: bool
+    sizes: tuple[int, ...], placements: list[Placement], axes: int, partial: bool
 ) -> None:
     with simulated_rank(0, 4):
         tensor = DTensor.from_local(torch.ones(4, 4), init_device_mesh("cpu", sizes), placements, run_check=False)
-        assert dtensors.is_sharded(tensor) == sharded and not dtensors.is_replicated(tensor)
-        assert dtensors.needs_one_reduction(tensor) == one
+        assert dtensors.is_sharded(tensor) == (axes > 0) and not dtensors.is_replicated(tensor)
+        assert dtensors.is_partial(tensor) == partial and len(dtensors.groups_of_ranks(tensor)) == axes
 
 
 def test_a_parameter_is_split_where_each_rank_gets_a_row() -> None:

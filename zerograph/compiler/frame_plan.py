@@ -44,7 +44,7 @@ from zerograph.planner.programs.placement import Shards, bytes_on
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search_within import search_within
 from zerograph.runtime.buffers import dtype_name
-from zerograph.runtime.dtensors import is_sharded
+from zerograph.runtime.dtensors import shared_by_us
 
 log = logging.getLogger(__name__)
 
@@ -361,8 +361,9 @@ class Planner:
 
     def _param(self, name: str, param: nn.Parameter) -> Param:
         """A parameter that this frame does not read."""
-        dtype, home = dtype_name(param.dtype), Layout.home(self._world_size, sharded=is_sharded(param))
-        return Param(name, tuple(param.shape), dtype, dtype, dtype, param.requires_grad, home)
+        dtype, (shape, sharded) = dtype_name(param.dtype), shared_by_us(param)
+        home = Layout.home(self._world_size, sharded=sharded)
+        return Param(name, shape, dtype, dtype, dtype, param.requires_grad, home)
 
 
 def placement_of(config: Config) -> Placement:

@@ -16,13 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zerograph.core.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.optim.algorithms.stock import make_states
-from zerograph.optim.clip import is_split
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.overlap import EarlySteps, overlapping
+from zerograph.optim.replicated import refuse_different_gradients
 from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime import delayed
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.comm.entry import reason_of
+from zerograph.runtime.dtensors import is_sharded
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.executor.telemetry import Telemetry
@@ -103,7 +104,7 @@ class OptimizerCheck:
             self._refused = error
             raise
         ranks = self._communicator()
-        if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_split, self._own(optimizer))):
+        if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_sharded, self._own(optimizer))):
             optimizer.communicator = weakref.ref(ranks)
         if self._holds_own(optimizer):
             if _moves(optimizer):
@@ -204,6 +205,7 @@ class OptimizerCheck:
         self._refuse_replaced(optimizer)
         self._refuse_skipped(optimizer, foreign)
         self._refuse_not_elementwise(optimizer)
+        refuse_different_gradients(self._own(optimizer), _names_in(optimizer))
         if optimizer not in self._passed:
             optimizer.register_load_state_dict_post_hook(self._after_load)
         self._passed[optimizer] = looked_at
@@ -293,3 +295,9 @@ def _moves(optimizer: Optimizer) -> bool:
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _names_in(optimizer: Optimizer) -> dict[int, str]:
+    """The names of parameters by ``id``, where the optimizer was given them."""
+    groups = optimizer.param_groups
+    return {id(p): n for g in groups for p, n in zip(g["params"], g.get("param_names", ()), strict=False)}

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import zerograph._core as _core
 from zerograph.core.arguments import number, require, require_flag
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
-from zerograph.runtime.dtensors import group_of_ranks, is_sharded, needs_one_reduction
+from zerograph.runtime.dtensors import Groups, groups_of_ranks, is_partial, split_over
 from zerograph.runtime.executor import late_gradients
 from zerograph.runtime.torch_private import local_tensor
 
@@ -43,7 +43,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         ConfigError: ``parameters`` are no tensors, ``max_norm`` is negative, or ``norm_type`` not positive.
-        UnsupportedError: a gradient that is partial over ranks, or sharded over more than one mesh dimension.
+        UnsupportedError: a gradient that is partial over ranks, or gradients on several meshes.
     """
     order = order_of_norm(norm_type)
     if not (isinstance(max_norm, Tensor) and max_norm.numel() == 1):  # one on a device is not waited for
@@ -53,18 +53,16 @@ def clip_grad_norm_(
     params = _tensors(parameters)
     late_gradients.complete(params)
     grads = [p.grad for p in params if p.grad is not None]
-    split = [g for g in grads if is_split(g)]
-    replicated = [local_tensor(g) for g in grads if not is_split(g)]
-    mine = [local_tensor(g) for g in split]
-    group = one_group(split)
-    norm = _norm_over_ranks(mine, replicated, order, group).to(_precision(mine + replicated))
+    local, kinds = [local_tensor(g) for g in grads], dict[Groups, list[Tensor]]()
+    for own, groups in zip(local, groups_of(grads), strict=True):
+        kinds.setdefault(groups, []).append(own)
+    norm = _norm_over_ranks(kinds, order).to(_precision(local))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
         )
     # 1e-6, as in torch's: factors are the same to the bit.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    local = mine + replicated
     for places in _by_kind(local):
         alike = [local[i] for i in places]
         torch._foreach_mul_(alike, scale.to(alike[0].device))
@@ -93,60 +91,62 @@ def _tensors(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return params  # type: ignore[return-value]
 
 
-def one_group(split: Sequence[Tensor]) -> dist.ProcessGroup | None:
-    """The ranks over which all of ``split`` are split; None where nothing is.
+def groups_of(tensors: Sequence[Tensor]) -> list[Groups]:
+    """For each of ``tensors``, the ranks over which numbers of it are added up.
 
     Raises:
-        UnsupportedError: some are split over other ranks than others, so that one reduction would not do.
+        UnsupportedError: one is a part of a sum; or they lie on several meshes, whose axes ranks may come to in other
+            orders.
     """
-    groups = {group_of_ranks(tensor) for tensor in split}
-    if len(groups) > 1:
+    for partial in filter(is_partial, tensors):
         raise UnsupportedError(
-            f"tensors are split over {len(groups)} process groups, and their norm is one reduction over one",
+            f"cannot take the norm of a tensor placed as {partial.placements}",  # type: ignore[attr-defined]
+            "use torch.nn.utils.clip_grad_norm_",
+        )
+    found = list(map(groups_of_ranks, tensors))
+    groups, meshes = set(itertools.chain.from_iterable(found)), set(map(split_over, tensors)) - {None}
+    if len(groups) > 1 and len(meshes) > 1:
+        raise UnsupportedError(
+            f"tensors are split over {len(groups)} process groups of {len(meshes)} meshes, and a norm is one mesh's",
             "take the parameters of one mesh at a time",
         )
-    return next(iter(groups), None)
+    return found
 
 
-def is_split(grad: Tensor) -> bool:
-    """Whether ranks hold different parts of ``grad``, so that its norm is summed over them.
-
-    Raises:
-        UnsupportedError: one scalar reduction would not do.
-    """
-    if isinstance(grad, DTensor) and not needs_one_reduction(grad):
-        raise UnsupportedError(
-            f"cannot take the norm of a tensor placed as {grad.placements}", "use torch.nn.utils.clip_grad_norm_"
-        )
-    return is_sharded(grad)
-
-
-def _norm_over_ranks(
-    split: list[Tensor], replicated: list[Tensor], p: float, group: dist.ProcessGroup | None
-) -> Tensor:
-    """Norm of the gradients that are split over ``group`` and the replicated ones, the same on every rank, together.
+def over_ranks(powers: Mapping[Groups, Tensor], p: float, groups: Iterable[dist.ProcessGroup]) -> dict[Groups, Tensor]:
+    """``powers``, by the ranks that they are of, added up over ``groups``: those of one in one reduction.
 
     Args:
-        split: this rank's parts.
-        replicated: gradients of which every rank has all.
-        p: of the norm.
-        group: whose ranks sum up; None if nothing is split.
+        powers: sums of powers ``p``, or largest values; on all ranks in the same order, where groups communicate.
+    """
+    op, found = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, dict(powers)
+    for group in groups:
+        kinds = [kind for kind in found if group in kind]
+        both = torch.cat([found[kind].reshape(-1) for kind in kinds])
+        dist.all_reduce(both, op=op, group=group)
+        for kind, part in zip(kinds, both.split([found[kind].numel() for kind in kinds]), strict=True):
+            found[kind] = part.view(found[kind].shape)
+    return found
+
+
+def groups_in(kinds: Iterable[Groups]) -> list[dist.ProcessGroup]:
+    """Each group once; of a mesh, the last axis first."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(map(reversed, sorted(kinds, key=len, reverse=True)))))
+
+
+def _norm_over_ranks(tensors: Mapping[Groups, list[Tensor]], p: float) -> Tensor:
+    """Norm of gradients together, the same on every rank: of this rank's parts, by the ranks that they are split over.
 
     Returns:
         A 0-d tensor where the gradients are, of float64 where kernels of ours took the norm.
     """
     # Powers, not norms, add up over ranks.
-    powers = []
-    if split:
-        powers.append(power_sum(split, p))
-        op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-        dist.all_reduce(powers[0], op=op, group=group)
-    if replicated:
-        powers.append(power_sum(replicated, p))
+    own = {kind: power_sum(parts, p) for kind, parts in tensors.items()}
+    powers = sorted(over_ranks(own, p, groups_in(own)).items(), key=lambda each: -len(each[0]))  # replicated ones last
     if not powers:
         return torch.zeros(())
-    precision = functools.reduce(torch.promote_types, {power.dtype for power in powers})
-    both = torch.stack([power.to(powers[0].device, precision) for power in powers])
+    precision = functools.reduce(torch.promote_types, {power.dtype for _, power in powers})
+    both = torch.stack([power.to(powers[0][1].device, precision) for _, power in powers])
     return both.max() if math.isinf(p) else both.sum() ** (1.0 / p)
 
 

@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zerograph._core as _core
 from zerograph.core import slots
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.algorithm import Algorithm, OnDevice
-from zerograph.optim.clip import power_sum
+from zerograph.optim.clip import groups_in, groups_of, over_ranks, power_sum
 from zerograph.optim.delayed import DelayedSteps
 from zerograph.optim.factor import Asked, Factor
 from zerograph.optim.forward import ForwardSteps
@@ -38,9 +38,12 @@ from zerograph.optim.through_device import ThroughDevice
 from zerograph.optim.torch_private import hooked_step, tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks
+from zerograph.runtime.comm.joined import shards_of
+from zerograph.runtime.dtensors import Groups
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.offload.shards import ShardStore
+from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)
 
@@ -268,36 +271,38 @@ class HostOptimizer(Optimizer):
 
     def _sums_of_squares(self, rows: Sequence[UpdateRow]) -> tuple[Tensor, Tensor]:
         """The sums of squares of all ranks' split gradients, and of their replicated ones, in one pass over this rank's
-        and one scalar reduction."""
-        layouts = [row.layout for row in rows]
-        groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
-        if len(groups) > 1:
-            raise UnsupportedError(
-                f"parameters are split over {len(groups)} process groups, and their norm is one reduction over one",
-                "make an optimizer for each, or one with skip_nonfinite=False",
-            )
-        split, replicated = (self._squares(rows, split) for split in (True, False))
-        for group in groups:
-            where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
-            # To the device over which its group communicates; a number of the host's is none to wait for.
-            split = torch.full_like(split, float(split), device=where) if split.is_cpu else split.to(where)
+        and one scalar reduction along each axis."""
+        split: dict[Groups, Tensor] = {}
+        for row in rows:
+            split = {**row.layout.split, **split}
+        groups_of(list(split.values()))  # refuses several meshes
+        ours = {shards_of(param.device_mesh) for param in split.values() if isinstance(param, DTensor)}
+        # To the device over which its group communicates; a number of the host's is none to wait for.
+        squares = {over: _on(local_tensor(like).device, self._squares(rows, over)) for over, like in split.items()}
+        others = [group for group in groups_in(squares) if group not in ours]
+        squares = over_ranks(squares, 2.0, others)
+        replicated = self._squares(rows, ())
+        rest = [value for over, value in squares.items() if ours.isdisjoint(over)]
+        own = [value for over, value in squares.items() if not ours.isdisjoint(over)]
+        total = sum(own[1:], own[0]) if own else torch.zeros((), dtype=torch.float64)
+        for group in ours if own else ():
             ranks = self.communicator()
             if ranks is not None:
-                split = sum_over_ranks(ranks, split, f"update by {type(self).__name__}")
+                total = sum_over_ranks(ranks, total, f"update by {type(self).__name__}")
             else:
-                dist.all_reduce(split, group=group)
-        return split, replicated
+                dist.all_reduce(total, group=group)
+        return total, sum(rest, replicated.to(rest[0].device) if rest else replicated)
 
-    def _squares(self, rows: Sequence[UpdateRow], split: bool) -> Tensor:
-        """Sum of squares of this rank's gradients, those that are split or those that are replicated."""
-        pieces = [piece for row in rows for piece in row.layout.pieces(row.grads, split)]
+    def _squares(self, rows: Sequence[UpdateRow], over: Groups) -> Tensor:
+        """Sum of squares of this rank's gradients, of those that are split ``over`` these ranks."""
+        pieces = [piece for row in rows for piece in row.layout.pieces(row.grads, over)]
         known: list[float] = []
         if self.store is not None and self.store.gradients.spills:
             there = {piece: self.store.gradients.squares(piece[0]) for piece in pieces}
             known = list(itertools.chain.from_iterable(s for s in there.values() if s is not None))
             pieces = [piece for piece in pieces if there[piece] is None]
         total = torch.tensor(sum_of([*known, *_core.squares(pieces)]), dtype=torch.float64)
-        elsewhere = [grad for row in rows for grad in row.layout.elsewhere(row.grads, split)]
+        elsewhere = [grad for row in rows for grad in row.layout.elsewhere(row.grads, over)]
         return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
 
     def prepare(self, rows: Sequence[UpdateRow]) -> list[GroupParts]:
@@ -440,6 +445,12 @@ class HostOptimizer(Optimizer):
                 f"{type(self).__name__}(differentiable=True): autograd cannot look into native kernels",
                 "use the optimizer of torch.optim to differentiate through its steps",
             )
+
+
+def _on(device: torch.device, value: Tensor) -> Tensor:
+    if value.device == device:
+        return value
+    return torch.full_like(value, float(value), device=device) if value.is_cpu else value.to(device)
 
 
 def _update_arrived(

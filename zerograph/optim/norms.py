@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerograph.core.errors import ShardingError
-from zerograph.optim.clip import is_split, one_group, order_of_norm, power_sums
+from zerograph.optim.clip import groups_in, groups_of, order_of_norm, over_ranks, power_sums
 from zerograph.runtime import delayed
+from zerograph.runtime.dtensors import Groups
 from zerograph.runtime.executor import late_gradients
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import model_given
@@ -58,19 +59,19 @@ def norms(model: nn.Module, norm_type: float = 2.0) -> Norms:
     Raises:
         ConfigError: ``model`` is none, or ``norm_type`` is not positive.
         ShardingError: a parameter is on the meta device.
-        UnsupportedError: a tensor is partial over ranks, or sharded over more than one mesh dimension.
+        UnsupportedError: a tensor is partial over ranks, or they lie on several meshes.
     """
     order = order_of_norm(norm_type)
     params = dict(model_given(model, "zerograph.norms").named_parameters())
     _refuse_meta(params)
     delayed.settle(params.values())
     late_gradients.complete(params.values())
-    # Split parameters first, each with a place for its gradient: ranks add up vectors of one length.
-    split = [p for p in params.values() if is_split(p)]
-    replicated = [p for p in params.values() if not is_split(p)]
-    powers = torch.cat([_over_ranks(split, order), _powers(replicated, order)], dim=1).cpu()
+    kinds: dict[Groups, list[Tensor]] = {}
+    for param, groups in zip(params.values(), groups_of(list(params.values())), strict=True):
+        kinds.setdefault(groups, []).append(param)
+    powers = torch.cat([_powers([], order), *_over_ranks(kinds, order)], dim=1)
     found = (powers if math.isinf(order) else powers ** (1.0 / order)).tolist()
-    places = {id(p): i for i, p in enumerate(split + replicated)}
+    places = {id(p): i for i, p in enumerate(itertools.chain.from_iterable(kinds.values()))}
     weights, gradients = ({n: row[places[id(p)]] for n, p in params.items()} for row in found)
     return Norms(order, weights, {n: gradients[n] for n, p in params.items() if p.grad is not None})
 
@@ -94,10 +95,9 @@ def _powers(params: Sequence[Tensor], p: float) -> Tensor:
     return found
 
 
-def _over_ranks(split: Sequence[Tensor], p: float) -> Tensor:
-    powers = _powers(split, p)
-    if split:
-        group = one_group(split)
-        powers = powers.to(local_tensor(split[0]).device)  # where its group communicates
-        dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
-    return powers.cpu()
+def _over_ranks(kinds: Mapping[Groups, Sequence[Tensor]], p: float) -> list[Tensor]:
+    """The same over all ranks. Each parameter has a place for its gradient: ranks add up vectors of one length."""
+    powers = {kind: _powers(params, p) for kind, params in kinds.items()}
+    # To where its groups communicate.
+    there = {kind: powers[kind].to(local_tensor(kinds[kind][0]).device) for kind in kinds if kind}
+    return [each.cpu() for each in (powers | over_ranks(there, p, groups_in(there))).values()]

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 import zerograph._core as _core
 from zerograph.core.errors import UnsupportedError
 from zerograph.runtime import kernels
-from zerograph.runtime.dtensors import group_of_ranks, is_sharded, needs_one_reduction
+from zerograph.runtime.dtensors import Groups, groups_of_ranks, is_partial
 from zerograph.runtime.torch_private import local_tensor
 
 TAGS: dict[torch.dtype, _core.DType] = {
@@ -102,7 +101,7 @@ class GroupLayout:
     Attributes:
         params: in the group's order.
         locals: this rank's part of each.
-        split: whether ranks hold different parts of it, so that its norm is summed over ranks.
+        over: the ranks that hold different parts of it, over which its norm is summed; of each.
         dtypes: of each gradient that was seen last.
         changes: how often one of ``dtypes`` changed.
     """
@@ -113,7 +112,7 @@ class GroupLayout:
         names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
         self.names: Sequence[str] = [names[id(p)] for p in self.params if id(p) in names]
         self.locals = [local_tensor(p) for p in self.params]
-        self.split = [is_sharded(p) for p in self.params]
+        self.over: list[Groups] = [groups_of_ranks(p) for p in self.params]
         self.dtypes: list[torch.dtype | None] = [None] * len(self.params)
         self.changes = 0
         self._tags = [_core.DType.float32] * len(self.params)
@@ -123,7 +122,7 @@ class GroupLayout:
         self._strided = [t for t in self.locals if t.layout is torch.strided]  # others have no address
         self._addresses = list(map(Tensor.data_ptr, self._strided))
         self._counts = [t.numel() for t in self.locals]
-        self._where = [s if uses_kernels(t) else None for s, t in zip(self.split, self.locals, strict=True)]
+        self._where = [o if uses_kernels(t) else None for o, t in zip(self.over, self.locals, strict=True)]
         self._kinds = set(self._where)
         self._ordinary = all(t.is_contiguous() for t in self._strided)
 
@@ -136,23 +135,23 @@ class GroupLayout:
             and list(map(Tensor.data_ptr, self._strided)) == self._addresses
         )
 
-    def pieces(self, grads: Gradients, split: bool) -> list[Elements]:
-        """The gradients on the host, those that are split or those that are whole."""
-        if split not in self._kinds:
+    def pieces(self, grads: Gradients, over: Groups) -> list[Elements]:
+        """The gradients on the host of those that are split ``over`` these ranks; of whole ones ``over`` none."""
+        if over not in self._kinds:
             return []
         rows = zip(grads.addresses, self._tags, self._counts, strict=True)
         if grads.complete and len(self._kinds) == 1:
             return list(rows)
         return list(
-            itertools.compress(rows, [a and s is split for a, s in zip(grads.addresses, self._where, strict=True)])
+            itertools.compress(rows, [a and o == over for a, o in zip(grads.addresses, self._where, strict=True)])
         )
 
-    def elsewhere(self, grads: Gradients, split: bool) -> list[Tensor]:
+    def elsewhere(self, grads: Gradients, over: Groups) -> list[Tensor]:
         """The same of those on devices."""
         if None not in self._kinds:
             return []
-        rows = zip(grads.tensors, self.split, self._where, strict=True)
-        return [g for g, s, where in rows if g is not None and where is None and s is split]
+        rows = zip(grads.tensors, self.over, self._where, strict=True)
+        return [g for g, o, where in rows if g is not None and where is None and o == over]
 
     @property
     def is_elsewhere(self) -> bool:
@@ -165,22 +164,19 @@ class GroupLayout:
         return frozenset(t.device for t in self.locals)
 
     @functools.cached_property
-    def process_groups(self) -> frozenset[ProcessGroup]:
-        """The groups over whose ranks parameters are split, each along one dimension.
+    def split(self) -> dict[Groups, Tensor]:
+        """The ranks over which parameters are split, and for each such kind one of them.
 
         Raises:
-            UnsupportedError: a parameter on a mesh of several dimensions.
+            UnsupportedError: one is a part of a sum, whose norm no ranks know.
         """
-        found = set()
         for i, p in enumerate(self.params):
-            if isinstance(p, DTensor) and self.split[i]:
-                if not needs_one_reduction(p):
-                    raise UnsupportedError(
-                        f"{self.name(i)} is placed as {p.placements}: the norm of such gradients needs many reductions",
-                        "make the optimizer with skip_nonfinite=False, and clip with torch.nn.utils.clip_grad_norm_",
-                    )
-                found.add(group_of_ranks(p))
-        return frozenset(found)
+            if self.over[i] and is_partial(p):
+                raise UnsupportedError(
+                    f"{self.name(i)} is placed as {p.placements}: ranks hold parts of a sum, which have no norm",  # type: ignore[attr-defined]
+                    "make the optimizer with skip_nonfinite=False, and clip with torch.nn.utils.clip_grad_norm_",
+                )
+        return {over: p for over, p in reversed(list(zip(self.over, self.params, strict=True))) if over}
 
     def gradients(self) -> Gradients:
         """This rank's part of each gradient, laid out as its parameter is.

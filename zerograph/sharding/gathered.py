@@ -164,7 +164,7 @@ def _write(module: nn.Module, opened: list[_Opened], values: list[list[Tensor | 
     on_first_rank(group, lambda: _check_all(opened, values), ShardingError)
     for o, value in zip(opened, values, strict=True):
         rows = o.outward.shape[0] if o.outward.ndim else 1
-        send_from_first(value[0], local_of(o.outward), rows, group, split_over(o.outward))
+        send_from_first(value[0], local_of(o.outward), rows, group, split_over(o.outward), o.outward)
         torch.autograd.graph.increment_version(o.outward)  # what autograd saved before is stale
 
 

@@ -123,9 +123,15 @@ def shard_alike(copy: nn.Module, model: nn.Module) -> None:
     """Shard ``copy``, which is plain, in place as ``model`` is; from rank 0's values. Collective.
 
     Raises:
+        UnsupportedError: ``model`` lies on an axis of tensor parallelism.
         ShardingError: ``copy`` lacks a parameter of ``model``, or has it in another shape or on another device.
     """
     copy, model = original(copy), original(model)
+    if any(module.__dict__.get("_zg_parallel") for module in model.modules()):
+        raise UnsupportedError(
+            "an average that was made before its model was sharded cannot follow one that is tensor parallel",
+            "make the average after the model's first call, or after zerograph.shard",
+        )
     places: list[tuple[nn.Module, str, ShardSpec, DTensor]] = [
         (copy.get_submodule(prefix), attribute, spec, param)
         for prefix, module in model.named_modules()

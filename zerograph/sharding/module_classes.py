@@ -32,6 +32,7 @@ from zerograph.sharding.foreign_code import explained_methods
 from zerograph.sharding.forward import before_reading, count_own_forward, counting, inside
 from zerograph.sharding.shards import as_shard
 from zerograph.sharding.spec import ShardSpec
+from zerograph.sharding.tensor_parallel import Parallel
 from zerograph.sharding.torch_private import compiles_calls, original, set_shard
 from zerograph.sharding.uncompiled import read_uncompiled
 
@@ -42,6 +43,7 @@ class ShardedModule:
     _zg_specs: Mapping[str, ShardSpec] = {}
     _zg_reads: UncompiledReads | None = None
     _zg_unsharded: Mapping[str, Tensor] = {}
+    _zg_parallel: Mapping[str, Parallel] = {}
     _zg_base: type[nn.Module]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +126,8 @@ class ShardedModule:
         self._zg_settle()
         # Protocol 2 names the class as the first argument of `__newobj__`, where it can be exchanged.
         _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
-        return (_rebuild, (self._zg_base, frozenset(self._zg_specs), _is_routed(self), *args), *rest)
+        parallel = frozenset(self._zg_parallel)
+        return (_rebuild, (self._zg_base, frozenset(self._zg_specs), _is_routed(self), parallel, *args), *rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -188,9 +191,11 @@ def _memory(tensor: Tensor) -> int:
     return local_tensor(tensor).data_ptr()
 
 
-def _rebuild(base: type[nn.Module], names: frozenset[str], routed: bool, *args: Any) -> nn.Module:
+def _rebuild(
+    base: type[nn.Module], names: frozenset[str], routed: bool, parallel: frozenset[str], *args: Any
+) -> nn.Module:
     module = copyreg.__newobj__(base, *args)  # type: ignore[attr-defined]
-    module.__class__ = sharded_class(base, names, routed)  # type: ignore[arg-type]
+    module.__class__ = sharded_class(base, names, routed, parallel)  # type: ignore[arg-type]
     return module  # type: ignore[no-any-return]
 
 
@@ -219,6 +224,20 @@ def _routed_getter(name: str) -> Any:
     return read
 
 
+def _parallel_getter(name: str) -> Any:
+    """The same of a parameter that lies on another axis too (:mod:`~zerograph.sharding.tensor_parallel`)."""
+
+    def read(self: Any) -> Tensor | None:
+        if is_compiling():
+            parallel, full = self._zg_parallel[name], self._zg_unsharded
+            if name in full:
+                return parallel.inward(full[name])  # type: ignore[no-any-return]
+            return unshard_parallel(self._parameters[name], self._zg_specs[name], parallel)
+        return _read(self, name, compiles_calls()) if inside() else self._parameters[name]
+
+    return read
+
+
 def unshard(param: Tensor, spec: ShardSpec) -> Tensor:
     """The full tensor of ``param``, in ``spec.dtype``; its gradient arrives averaged over ranks."""
     if isinstance(param, DTensor):
@@ -231,24 +250,41 @@ def unshard(param: Tensor, spec: ShardSpec) -> Tensor:
 skip_frame(unshard)
 
 
+def unshard_parallel(param: Tensor, spec: ShardSpec, parallel: Parallel) -> Tensor:
+    """The same of a parameter that lies on another axis too: a DTensor of that axis, where the model computes so."""
+    if not isinstance(param, DTensor) or param.device_mesh.ndim == parallel.mesh.ndim:
+        return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
+    return parallel.inward(UNSHARD(param.to_local(), list(parallel.part), *spec))
+
+
+skip_frame(unshard_parallel)
+
+
 @torch.compiler.disable
 def _read(module: ShardedModule, name: str, compiles: bool) -> Tensor:
     before_reading(compiles)
     param: nn.Parameter = module._parameters[name]  # type: ignore[attr-defined]
+    parallel = module._zg_parallel.get(name)
     if name in module._zg_unsharded and id(param) in module._zg_reads.known:  # type: ignore[union-attr]
-        return module._zg_unsharded[name]
-    return read_uncompiled(param, module._zg_specs[name], module._zg_reads)
+        full = module._zg_unsharded[name]
+    else:
+        full = read_uncompiled(param, module._zg_specs[name], module._zg_reads, parallel)
+    return full if parallel is None or isinstance(full, DTensor) else parallel.inward(full)
 
 
 @functools.cache
-def sharded_class(base: type[nn.Module], names: frozenset[str], routed: bool = False) -> type[nn.Module]:
+def sharded_class(
+    base: type[nn.Module], names: frozenset[str], routed: bool = False, parallel: frozenset[str] = frozenset()
+) -> type[nn.Module]:
     """Subclass of ``base`` that counts its forwards, and in which the parameters ``names`` are properties.
 
     Args:
         routed: whether forwards may run inside of which parameters are unsharded.
+        parallel: those of ``names`` that lie on another axis too.
     """
     getter = _routed_getter if routed else _getter
     members: dict[str, Any] = {name: property(getter(name)) for name in sorted(names)}
+    members |= {name: property(_parallel_getter(name)) for name in sorted(parallel)}
     if issubclass(base, nn.RNNBase):
         # RNNs keep their parameters in a list as well, which would hold shards.
         members["_flat_weights"] = property(
@@ -317,7 +353,10 @@ def own_modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
 
 def class_of(module: nn.Module, names: Iterable[str]) -> type[nn.Module]:
     base, counts = plain_class(module), not isinstance(module, fx.GraphModule) and _has_forward(plain_class(module))
-    return sharded_class(base, frozenset(names), _is_routed(module)) if names or counts else base  # type: ignore[arg-type]
+    if not names and not counts:
+        return base
+    parallel = frozenset(module.__dict__.get("_zg_parallel", ()))
+    return sharded_class(base, frozenset(names), _is_routed(module), parallel)  # type: ignore[arg-type]
 
 
 def _is_routed(module: Any) -> bool:
@@ -325,8 +364,12 @@ def _is_routed(module: Any) -> bool:
     return reads is not None and bool(reads.routes)
 
 
-def present(module: nn.Module, name: str, param: nn.Parameter, spec: ShardSpec) -> None:
+def present(
+    module: nn.Module, name: str, param: nn.Parameter, spec: ShardSpec, parallel: Parallel | None = None
+) -> None:
     """Hold ``param`` as the outward parameter ``module.name``; inside of a forward the attribute is the full tensor."""
     module._parameters[name] = param
     module.__dict__["_zg_specs"] = {**module.__dict__.get("_zg_specs", {}), name: spec}
+    if parallel is not None:
+        module.__dict__["_zg_parallel"] = {**module.__dict__.get("_zg_parallel", {}), name: parallel}
     generate_class(module)

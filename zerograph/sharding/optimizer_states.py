@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zerograph.runtime.comm.axes import axes_of
+from zerograph.runtime.torch_private import local_tensor
 
 
 def early_states(named: Mapping[str, Tensor], objects: Iterable[Any]) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def share_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
         return
     for value in states.values():
         if isinstance(value, Tensor) and not value.is_meta:
-            share(value, axes_of(mesh).everyone)
+            share(local_tensor(value), axes_of(mesh).everyone)
 
 
 def share(tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -23,6 +23,7 @@ from zerograph.runtime.comm.axes import axes_of
 from zerograph.runtime.dtensors import placements_of, shard_ranks
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.offload.host import HostMemory
+from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import modules_holding, replace_everywhere
 from zerograph.sharding.forward import count_running_call
 from zerograph.sharding.host_parameters import moved, outward_tier, placement_by_name
@@ -31,6 +32,14 @@ from zerograph.sharding.optimizer_states import early_states, share, share_state
 from zerograph.sharding.ranks import Ranks
 from zerograph.sharding.shards import as_shard, local_rows
 from zerograph.sharding.spec import ShardSpec, default_reduce_dtype
+from zerograph.sharding.tensor_parallel import (
+    Parallel,
+    mesh_of_both,
+    parallel_of,
+    placed_on_both,
+    shared_part,
+    splits_evenly,
+)
 from zerograph.sharding.torch_private import share_hooks
 from zerograph.sharding.unsupported_modules import refuse_modules
 
@@ -68,7 +77,9 @@ def shard_parameters(
     named, places = _owned(roots, taken)
     # Everything that may be refused comes before the first change: a model is sharded wholly or not at all.
     _make_classes(roots, places)
-    specs = {name: spec_of(param, name, config, mesh) for name, param in named.items()}
+    both = mesh_of_both(named, mesh)
+    parallel = {name: parallel_of(param, both) for name, param in named.items()} if both is not None else {}
+    specs = {name: spec_of(param, name, config, mesh, parallel.get(name)) for name, param in named.items()}
     tiers: dict[str, Tier] = dict.fromkeys(named, "device")
     if ranks.host is not None:
         placement = placement_by_name(config)
@@ -79,7 +90,8 @@ def shard_parameters(
                 specs[name] = specs[name]._replace(device=ranks.device)
     _warn_of_few_rows(named, specs, mesh)
     new = {
-        name: _new_parameter(param, specs[name], tiers[name], ranks, config.sharding) for name, param in named.items()
+        name: _new_parameter(param, specs[name], tiers[name], ranks, config.sharding, parallel.get(name))
+        for name, param in named.items()
     }
     # Before optimizers get the new parameters: then their states are split like these, which must be rank 0's by now.
     share_states(early_states(named, objects), mesh)
@@ -89,7 +101,7 @@ def shard_parameters(
                 places[id(param)].append((module, attribute))
     for name, param in named.items():
         for module, attribute in places[id(param)]:
-            present(module, attribute, new[name], specs[name])
+            present(module, attribute, new[name], specs[name], parallel.get(name))
     generate_classes(roots, reads)
     count_running_call(own_modules(roots))
     replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, convert_state, everything)
@@ -156,8 +168,10 @@ def unique(name: str, *used: Container[str]) -> str:
     return next(c for c in candidates if not any(c in names for names in used))
 
 
-def _new_parameter(param: nn.Parameter, spec: ShardSpec, tier: Tier, ranks: Ranks, stage: int) -> nn.Parameter:
-    value = distribute(param, spec, ranks.mesh, stage)
+def _new_parameter(
+    param: nn.Parameter, spec: ShardSpec, tier: Tier, ranks: Ranks, stage: int, parallel: Parallel | None
+) -> nn.Parameter:
+    value = distribute(param, spec, ranks.mesh, stage, parallel)
     if tier != "device" and ranks.host is not None and not value.is_meta:
         value = moved(value, tier, ranks.host)
     new = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -205,8 +219,10 @@ def _convert_grad(grad: Tensor, new: nn.Parameter, mesh: DeviceMesh | None) -> T
     if mesh is None:
         return grad.to(new.device)
     grad = grad.detach().clone()
+    if isinstance(grad, DTensor) and isinstance(new, DTensor):
+        grad = grad.redistribute(grad.device_mesh, new.placements[-grad.device_mesh.ndim :])
     if not grad.is_meta:
-        dist.all_reduce(grad, group=axes_of(mesh).everyone)
+        dist.all_reduce(local_tensor(grad), group=axes_of(mesh).everyone)
     grad = grad / mesh.size()
     return as_shard(grad, new) if isinstance(new, DTensor) else grad
 
@@ -225,16 +241,18 @@ def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
     group = axes_of(mesh).everyone
     for buffer in dict.fromkeys(b for root in roots for b in root.buffers()):
         if not buffer.is_meta:
-            share(buffer, group)
+            share(local_tensor(buffer), group)
 
 
-def spec_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -> ShardSpec:
+def spec_of(
+    param: Tensor, name: str, config: Config, mesh: DeviceMesh | None, parallel: Parallel | None = None
+) -> ShardSpec:
     """How ``param`` is sharded under ``config``; checks that it can be trained.
 
     Raises:
         UnsupportedError: complex or sparse parameters, or one that is sharded already by something else.
     """
-    if isinstance(param, DTensor):
+    if isinstance(param, DTensor) and parallel is None:
         raise UnsupportedError(
             f"parameter {name} is a DTensor already ({param.placements})",
             "give ZeroGraph the plain model; FSDP, tensor-parallel or already sharded ones are not supported",
@@ -253,13 +271,17 @@ def spec_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     world = shard_ranks(mesh) if mesh is not None else 1
     # One rank gathers what lives off the device from there.
     splits = config.sharding > 0 and (mesh is not None or config.offloads)
-    sharded = splits and is_divided(param.shape, world)
+    sharded = splits and (is_divided(param.shape, world) if parallel is None else splits_evenly(parallel, world))
     group = axes_of(mesh).name if mesh is not None else ""
     return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 
 
-def distribute(value: Tensor, spec: ShardSpec, mesh: DeviceMesh | None, stage: int = 3) -> Tensor:
+def distribute(
+    value: Tensor, spec: ShardSpec, mesh: DeviceMesh | None, stage: int = 3, parallel: Parallel | None = None
+) -> Tensor:
     """``value`` as the outward parameter, with rank 0's values: a DTensor; plain at stage 0 and on a lone rank."""
+    if parallel is not None and mesh is not None:
+        return placed_on_both(distribute(shared_part(value, parallel), spec, mesh), parallel)
     value = value.detach().contiguous()
     if mesh is None:
         return value

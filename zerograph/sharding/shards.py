@@ -14,13 +14,25 @@ from torch.distributed.tensor import DTensor
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.layout import largest, rows_of
 from zerograph.runtime.comm.axes import axes_named, axes_of
-from zerograph.runtime.dtensors import group_of_ranks, has_first_replica, is_sharded, own_rows, placements_of
-from zerograph.runtime.torch_private import as_dtensor
+from zerograph.runtime.comm.joined import everyone_on, other_axis, our_axes
+from zerograph.runtime.dtensors import (
+    group_of_ranks,
+    has_first_replica,
+    is_sharded,
+    is_split_by_rows,
+    own_part,
+    own_rows,
+    placements_of,
+    splits,
+)
+from zerograph.runtime.torch_private import as_dtensor, local_tensor
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that ``model`` is sharded over, else those of the default group; None in a lone process."""
     for module in model.modules():
+        for parallel in module.__dict__.get("_zg_parallel", {}).values():
+            return everyone_on(parallel.both)  # type: ignore[no-any-return]
         for spec in module.__dict__.get("_zg_specs", {}).values():
             if spec.group:
                 return axes_named(spec.group).everyone
@@ -49,15 +61,31 @@ def local_of(param: Tensor) -> Tensor:
 
 
 def as_shard(value: Tensor, like: DTensor) -> DTensor:
-    """The rows of the full ``value`` that this rank holds of ``like``, where that is; no communication."""
-    return local_rows(value, like.device_mesh, is_sharded(like), like.device)
+    """The part that this rank holds of ``like``, where that is, of the full ``value``; no communication.
+
+    ``value`` may also lie on the axis that ``like`` has beside ours already, as its parameter did.
+    """
+    if isinstance(value, DTensor):
+        ours = our_axes(like.device_mesh)
+        part = local_tensor(value.redistribute(value.device_mesh, like.placements[ours.ndim :]))
+        rows = part[own_rows(len(part), ours)] if splits(like.placements[ours.ndim - 1]) else part
+    else:
+        rows = own_part(value, like)
+    own = _owned(rows, value)
+    own = own if own.is_meta else own.to(like.device)
+    return as_dtensor(own, like.device_mesh, like.placements, like.shape, like.stride())
+
+
+def _owned(rows: Tensor, value: Tensor) -> Tensor:
+    # A clone of the rows: a view would keep the full tensor alive.
+    if rows.shape == value.shape:
+        return rows.contiguous()
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def local_rows(value: Tensor, mesh: DeviceMesh, sharded: bool, device: torch.device) -> DTensor:
     """The rows of the full ``value`` that this rank holds on ``device``, all unless ``sharded``; no communication."""
-    local = value[own_rows(len(value), mesh)] if sharded else value
-    # A clone of the rows: a view would keep the full tensor alive.
-    local = local.contiguous() if local is value else local.clone(memory_format=torch.contiguous_format)
+    local = _owned(value[own_rows(len(value), mesh)], value) if sharded else value.contiguous()
     local = local if local.is_meta else local.to(device)
     return as_dtensor(local, mesh, placements_of(sharded, mesh), value.shape, value.contiguous().stride())
 
@@ -68,10 +96,14 @@ def full_value(param: Tensor) -> Tensor:
 
 
 def gather_to_first(param: Tensor) -> list[Tensor]:
-    """The rows of all ranks, in order, on rank 0, and nothing on the others. Collective where ``param`` is sharded."""
+    """The rows of all ranks, in order, on rank 0, and nothing on the others. Collective where ``param`` is sharded.
+
+    One that is not split by rows alone comes together on every rank."""
     local = local_of(param)
     if not is_sharded(param):
         return [local]
+    if not is_split_by_rows(param):
+        return [full_value(param)]
     if not has_first_replica(param):
         return []
     group = group_of_ranks(param)
@@ -86,7 +118,12 @@ def gather_to_first(param: Tensor) -> list[Tensor]:
 
 
 def send_from_first(
-    full: Tensor | None, local: Tensor, rows: int, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+    full: Tensor | None,
+    local: Tensor,
+    rows: int,
+    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    like: Tensor | None = None,
 ) -> None:
     """Fill ``local`` with the values of rank 0 of ``group``. Collective.
 
@@ -96,11 +133,16 @@ def send_from_first(
         rows: rows of the full tensor.
         group: all ranks that have the tensor; None for one.
         mesh: of these ranks.
+        like: the tensor that ``local`` is a part of; it tells of other axes than ours.
     """
     with torch.no_grad():
         if group is None or group.size() == 1:
             if _given(full).data_ptr() != local.data_ptr():  # else it was filled in its place
                 local.copy_(_given(full))
+        elif mesh is not None and isinstance(like, DTensor) and other_axis(mesh) is not None:
+            whole = _given(full).detach().to(local).contiguous() if is_first(group) else local.new_empty(like.shape)
+            dist.broadcast(whole, src=first_rank(group), group=group)
+            local.copy_(own_part(whole, like))
         elif mesh is None:
             sent = local.contiguous()
             if is_first(group):

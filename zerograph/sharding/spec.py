@@ -10,6 +10,7 @@ from torch import Tensor
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import dtype_name
+from zerograph.sharding.tensor_parallel import Parallel
 
 
 class ShardSpec(NamedTuple):
@@ -31,11 +32,12 @@ class ShardSpec(NamedTuple):
     sharded: bool
     device: torch.device | None = None
 
-    def described(self, param: Tensor, ranks: int) -> Param:
-        """``param``, the outward one, as plans and transports know it; so many ``ranks`` share it."""
+    def described(self, param: Tensor, ranks: int, parallel: Parallel | None = None) -> Param:
+        """``param``, the outward one, as plans and transports know it: so many ``ranks`` share it, or of one that lies
+        on another axis too this rank's part."""
         return Param(
             self.name,
-            tuple(param.shape),
+            tuple(param.shape) if parallel is None else parallel.part,
             dtype_name(param.dtype),
             dtype_name(self.dtype),
             dtype_name(self.reduce_dtype),

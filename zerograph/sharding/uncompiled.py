@@ -16,10 +16,13 @@ from zerograph.runtime import delayed
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding.markers import reads_of
 from zerograph.sharding.spec import ShardSpec
+from zerograph.sharding.tensor_parallel import Parallel
 
 
 @torch.compiler.disable
-def read_uncompiled(param: nn.Parameter, spec: ShardSpec, reads: UncompiledReads | None) -> Tensor:
+def read_uncompiled(
+    param: nn.Parameter, spec: ShardSpec, reads: UncompiledReads | None, parallel: Parallel | None = None
+) -> Tensor:
     """The full tensor of ``param``, in ``spec.dtype``; its gradient arrives averaged over ranks, who all read it.
 
     Raises:
@@ -34,12 +37,15 @@ def read_uncompiled(param: nn.Parameter, spec: ShardSpec, reads: UncompiledReads
     delayed.read_eagerly(param)
     if spec.sharded and spec.group and not isinstance(param, DTensor):
         return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
+    if parallel is not None and isinstance(param, DTensor) and param.device_mesh.ndim == parallel.mesh.ndim:
+        return param
     local = param.to_local() if isinstance(param, DTensor) else param
     if not spec.group:
         return UNSHARD(local, list(param.shape), *spec)
     if reads is None:  # the model came from a file
         reads = reads_of(spec.group, spec.device or local.device)
-    return _Read.apply(local, spec.described(param, reads.comm.world_size), spec.device, reads, running_line())  # type: ignore[no-any-return]
+    described = spec.described(param, reads.comm.world_size, parallel)
+    return _Read.apply(local, described, spec.device, reads, running_line())  # type: ignore[no-any-return]
 
 
 class _Read(torch.autograd.Function):

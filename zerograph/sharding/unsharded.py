@@ -91,9 +91,10 @@ class Unsharded:
         self._show()
 
     def _gather(self, what: str) -> None:
+        ranks = self.reads.comm.world_size
         found = {
-            id(param): (spec.described(param, self.reads.comm.world_size), param)
-            for _, _, spec, param in self._places()
+            id(param): (spec.described(param, ranks, owner.__dict__.get("_zg_parallel", {}).get(name)), param)
+            for owner, name, spec, param in self._places()
         }
         params = list(found.values())
         self._described = [each for each, _ in params]

@@ -161,7 +161,8 @@ def _initialize(
             )
         for slot in {id(s): s for s in places.values() if s.local is None}.values():
             slot.local = shards.pop(id(slot))
-            send_from_first(full.pop(id(slot), None), slot.local, slot.rows, group, split_over(slot.tensor))
+            given, over = full.pop(id(slot), None), split_over(slot.tensor)
+            send_from_first(given, slot.local, slot.rows, group, over, slot.tensor)
             room.filled(slot.local)
 
 

@@ -1,0 +1,64 @@
+"""Meshes of our axes and another one, on which a model's tensors lie already: that of tensor parallelism.
+
+Our axes come first, as ``fully_shard`` joins them: parameters are split along the other axis first, and what a rank has
+of one is then split over ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerograph.runtime.comm.axes import everyone_of
+from zerograph.runtime.torch_private import concatenated, is_registered
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    ours: DeviceMesh
+    other: DeviceMesh
+    everyone: ProcessGroup
+
+
+def joined(ours: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    """The mesh of the axes of both, the same object each time: AOTAutograd tells equal meshes apart. All of its ranks
+    call this together.
+
+    Raises:
+        RuntimeError: they are not different axes of one mesh.
+    """
+    mesh = concatenated(ours, other)
+    for known in list(_JOINED):
+        if known == mesh and not is_registered(_JOINED[known].everyone):
+            del _JOINED[known]  # of groups that were destroyed
+        elif known == mesh:
+            return known
+    _JOINED[mesh] = _Joined(ours, other, everyone_of(mesh, ours.get_group(ours.ndim - 1)))
+    return mesh
+
+
+def our_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes of ``mesh`` that we shard over: all of them, unless another one was joined to ours."""
+    return _JOINED[mesh].ours if mesh in _JOINED else mesh
+
+
+def other_axis(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The axis that was joined to ours; None where there is none."""
+    return _JOINED[mesh].other if mesh in _JOINED else None
+
+
+def everyone_on(mesh: DeviceMesh) -> ProcessGroup:
+    """All ranks of ``mesh``, which was joined."""
+    return _JOINED[mesh].everyone
+
+
+def shards_of(mesh: DeviceMesh) -> ProcessGroup:
+    """The ranks over which we split what lies on ``mesh``."""
+    ours = our_axes(mesh)
+    return ours.get_group(ours.ndim - 1)
+
+
+_JOINED: dict[DeviceMesh, _Joined] = {}
+# By equality: a copy, or a pickle, of a DTensor brings a mesh of its own.

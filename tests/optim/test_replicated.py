@@ -1,0 +1,38 @@
+"""Parameters that tensor parallelism leaves whole, with gradients that are the same on its ranks, and others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from zerograph.core.errors import UnsupportedError
+from zerograph.optim.replicated import refuse_different_gradients
+from zerograph.runtime.comm.joined import joined
+
+
+def _compares() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    both = joined(mesh["data"], mesh["tensor"])
+
+    def param(placement: Placement, grad: float | None) -> nn.Parameter:
+        made = nn.Parameter(DTensor.from_local(torch.ones(4), both, [Shard(0), placement], run_check=False))
+        if grad is not None:
+            made.grad = DTensor.from_local(torch.full((4,), grad), both, [Shard(0), placement], run_check=False)
+        return made
+
+    own = 1.0 + dist.get_rank()
+    refuse_different_gradients([param(Shard(0), own), param(Replicate(), 1.0), param(Replicate(), None)], {})
+    refuse_different_gradients([nn.Parameter(torch.ones(2))], {})
+    wrong = param(Replicate(), own)
+    with pytest.raises(UnsupportedError, match=r"parameter norm is not split by tensor parallelism.* 2 on one.* 4 on"):
+        refuse_different_gradients([param(Replicate(), 1.0), wrong], {id(wrong): "norm"})
+
+
+def test_gradients_are_compared() -> None:
+    run(2, _compares)

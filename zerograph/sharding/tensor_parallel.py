@@ -1,0 +1,140 @@
+"""Tensor parallelism beside ZeRO: parameters that are DTensors already, on another axis of the mesh.
+
+``parallelize_module`` splits weights over an axis, and the model computes on DTensors. ZeroGraph shards this rank's
+part of each over the data axes, and gives the forward that part, whole again, as the DTensor that the model knows.
+Outward the parameter lies on both axes, as ``fully_shard`` places it (Liang et al., 2024, "TorchTitan").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from zerograph.core.errors import UnsupportedError
+from zerograph.core.layout import is_divided
+from zerograph.runtime.comm.joined import joined, other_axis
+from zerograph.runtime.torch_private import as_dtensor, local_tensor, strided_shard
+
+
+class Parallel(NamedTuple):
+    """How a parameter lies on an axis that is not ours.
+
+    Attributes:
+        mesh: the axis.
+        both: our axes, and then that one.
+        placements: on the axis.
+        shape: of the whole parameter, over all axes.
+        stride: of the whole parameter.
+        part: the shape of this rank's part along the axis, which the ranks of our axes share.
+        computes: whether the forward reads a DTensor; else it reads a plain tensor, the same on all ranks of the axis.
+    """
+
+    mesh: DeviceMesh
+    both: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    part: tuple[int, ...]
+    computes: bool = True
+
+    def inward(self, part: Tensor) -> Tensor:
+        """What the forward reads, of this rank's ``part``; differentiable, and no communication in the forward."""
+        if not self.computes:
+            return part
+        return DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+        )
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether ranks of the axis have other rows each."""
+        return any(placement.is_shard(0) for placement in self.placements)
+
+
+def parallel_of(param: Tensor, both: DeviceMesh) -> Parallel:
+    """How ``param``, plain or a DTensor of the other axis, lies on the mesh of ``both``. A plain one counts as the same
+    on all ranks of that axis."""
+    axis = other_axis(both)
+    assert axis is not None
+    computes = isinstance(param, DTensor)
+    placements = tuple(param.placements) if isinstance(param, DTensor) else (Replicate(),)
+    stride = tuple(param.stride()) if computes else tuple(param.detach().contiguous().stride())
+    return Parallel(axis, both, placements, tuple(param.shape), stride, tuple(local_tensor(param).shape), computes)
+
+
+def mesh_of_both(named: Mapping[str, Tensor], mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """``mesh`` and the axis that DTensors among ``named`` lie on; None where all are plain.
+
+    Raises:
+        UnsupportedError: it is none beside ``mesh``, over which they are to be sharded, or one of several.
+    """
+    axes = {name: param.device_mesh for name, param in named.items() if isinstance(param, DTensor)}
+    found = list(dict.fromkeys(axes.values()))
+    if not found:
+        return None
+    name, axis = next(iter(axes.items()))
+    for other in found[1:]:
+        raise UnsupportedError(
+            f"parameter {name} is a DTensor on {axis}, and another one on {other}",
+            "parallelize the whole model over one axis of the mesh",
+        )
+    _refuse_placements(named)
+    return _joined(name, axis, mesh)
+
+
+def _refuse_placements(named: Mapping[str, Tensor]) -> None:
+    for name, param in named.items():
+        if isinstance(param, DTensor) and not all(p.is_replicate() or type(p) is Shard for p in param.placements):
+            raise UnsupportedError(
+                f"parameter {name} is a DTensor placed as {param.placements}, which ZeroGraph cannot shard further",
+                "place it as Shard(dim) or Replicate()",
+            )
+
+
+def _joined(name: str, axis: DeviceMesh, mesh: DeviceMesh | None) -> DeviceMesh:
+    hint = (
+        'tensor parallelism on another axis of one mesh works: parallelize_module(model, mesh["tp"], plan) and '
+        'zerograph.backend(mesh=mesh["dp"]); a model that FSDP has sharded does not'
+    )
+    over = "one rank alone" if mesh is None else str(mesh)
+    try:
+        if mesh is not None and mesh.ndim == axis.ndim == 1:
+            return joined(mesh, axis)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"parameter {name} is a DTensor on {axis} already, beside {over}: {error}", hint
+        ) from error
+    raise UnsupportedError(f"parameter {name} is a DTensor on {axis} already, and ZeroGraph shards over {over}", hint)
+
+
+def splits_evenly(parallel: Parallel, ranks: int) -> bool:
+    """Whether our ``ranks`` split the rows of a parameter. Where ranks of the other axis have other rows, DTensor
+    describes that only if all have as many."""
+    if not is_divided(parallel.part, ranks):
+        return False
+    return not parallel.splits_rows or parallel.shape[0] % (ranks * parallel.mesh.size()) == 0
+
+
+def shared_part(param: Tensor, parallel: Parallel) -> Tensor:
+    """This rank's part of ``param`` along the other axis.
+
+    A plain one gets the values of the axis's first rank, as nothing made these equal: collective along that axis."""
+    if not isinstance(param, DTensor) and not param.is_meta:
+        return distribute_tensor(param.detach().contiguous(), parallel.mesh, parallel.placements).to_local()
+    return local_tensor(param).detach()
+
+
+def placed_on_both(part: Tensor, parallel: Parallel) -> DTensor:
+    """``part``, sharded over our axes, as what it is on all of them."""
+    assert isinstance(part, DTensor)
+    *replicas, own = part.placements
+    if own.is_shard() and parallel.splits_rows:
+        own = strided_shard(0, parallel.mesh.size())
+    placements = (*replicas, own, *parallel.placements)
+    return as_dtensor(local_tensor(part), parallel.both, placements, parallel.shape, parallel.stride)
