@@ -205,7 +205,10 @@ def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     if any(program.given for program in programs):  # by the step before, which is like this one
         for _ in _read_elsewhere(programs, wanted, came):
             pass
-        last = {programs[-1].contents[register].name: trail for register, trail in came.items()}
+        last = dict[str, Trail]()
+        for register, trail in came.items():  # the buckets of a layer share its name
+            name = programs[-1].contents[register].name
+            last[name] = last.get(name, Trail()) | trail
         for register in (register for program in programs for register in program.given):
             came.setdefault(register, last.get(programs[-1].contents[register].name, Trail()))
     yield from _read_elsewhere(programs, wanted, came)

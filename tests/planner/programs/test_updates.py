@@ -294,6 +294,15 @@ def test_a_delayed_update_runs_beside_the_whole_next_step(placement: Placement, 
     assert found.peaks["host"].bytes == states + 2 * old
 
 
+@pytest.mark.parametrize("overlap", ["forward", "delayed"])
+def test_buckets_of_a_layer_share_its_name(overlap: Overlap) -> None:
+    """Gradients of the step before are found again by their bucket's name."""
+    _, plan = plan_of(Placement("device", "host", "host"), overlap)
+    plan = replace(plan, buckets=tuple(replace(bucket, name="blocks.0") for bucket in plan.buckets))
+    scheduler = scheduler_of(step_of([Layer(rows=ROWS, flops=2 * 10**10)] * LAYERS), plan, GPU)
+    assert check_programs(snapshot(coarse_programs(scheduler, plan)), plan) == []
+
+
 def test_a_copy_that_changes_while_programs_compute_with_it_is_found() -> None:
     scheduler, plan = plan_of(HOST, "delayed")
     forward, backward, update = snapshot(coarse_programs(scheduler, plan))
