@@ -41,12 +41,14 @@ def joined(ours: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
 def our_axes(mesh: DeviceMesh) -> DeviceMesh:
     """The axes of ``mesh`` that we shard over: all of them, unless another one was joined to ours."""
-    return _JOINED[mesh].ours if mesh in _JOINED else mesh
+    known = _known(mesh)
+    return known.ours if known is not None else mesh
 
 
 def other_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     """The axis that was joined to ours; None where there is none."""
-    return _JOINED[mesh].other if mesh in _JOINED else None
+    known = _known(mesh)
+    return known.other if known is not None else None
 
 
 def everyone_on(mesh: DeviceMesh) -> ProcessGroup:
@@ -58,6 +60,11 @@ def shards_of(mesh: DeviceMesh) -> ProcessGroup:
     """The ranks over which we split what lies on ``mesh``."""
     ours = our_axes(mesh)
     return ours.get_group(ours.ndim - 1)
+
+
+def _known(mesh: DeviceMesh) -> _Joined | None:
+    found = _JOINED.get(mesh)
+    return found if found is not None and is_registered(found.everyone) else None  # not of groups that were destroyed
 
 
 _JOINED: dict[DeviceMesh, _Joined] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +32,8 @@ def _compares() -> None:
     refuse_different_gradients([param(Shard(0), own), param(Replicate(), 1.0), param(Replicate(), None)], {})
     refuse_different_gradients([nn.Parameter(torch.ones(2))], {})
     wrong = param(Replicate(), own)
+    noise, overflow = param(Replicate(), 1e-9 * own), param(Replicate(), own if own == 1 else math.inf)
+    refuse_different_gradients([param(Replicate(), 1.0), noise, overflow], {})
     with pytest.raises(UnsupportedError, match=r"parameter norm is not split by tensor parallelism.* 2 on one.* 4 on"):
         refuse_different_gradients([param(Replicate(), 1.0), wrong], {id(wrong): "norm"})
 

@@ -17,7 +17,8 @@ from optim.training import PAIRS
 from ranks import run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zerograph
 import zerograph.optim as native
@@ -265,3 +266,23 @@ def _placements() -> None:
 
 def test_placements() -> None:
     run(2, _placements)
+
+
+def _on_two_meshes() -> None:
+    """A norm that another axis replicates, beside weights that know nothing of that axis."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = mesh.get_local_rank("dp")
+    params = [
+        nn.Parameter(DTensor.from_local(torch.ones(2), mesh["dp"], [Shard(0)], run_check=False)),
+        nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0), Replicate()], run_check=False)),
+    ]
+    for param in params:
+        own = torch.full((2,), 1.0 + rank)
+        param.grad = DTensor.from_local(own, param.device_mesh, param.placements, run_check=False)
+    optimizer = native.AdamW(params, lr=0.1)
+    optimizer.step(clip=1.0)
+    assert optimizer.grad_norm == pytest.approx(math.sqrt(2 * (2 * 1 + 2 * 4)))
+
+
+def test_each_axis_is_summed_over_once() -> None:
+    run(4, _on_two_meshes)

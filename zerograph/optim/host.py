@@ -276,21 +276,21 @@ class HostOptimizer(Optimizer):
         for row in rows:
             split = {**row.layout.split, **split}
         groups_of(list(split.values()))  # refuses several meshes
-        ours = {shards_of(param.device_mesh) for param in split.values() if isinstance(param, DTensor)}
         # To the device over which its group communicates; a number of the host's is none to wait for.
         squares = {over: _on(local_tensor(like).device, self._squares(rows, over)) for over, like in split.items()}
-        others = [group for group in groups_in(squares) if group not in ours]
-        squares = over_ranks(squares, 2.0, others)
+        groups, known = groups_in(squares), {shards_of(p.device_mesh) for p in split.values() if isinstance(p, DTensor)}
+        ours = next((group for group in groups if group in known), None)
+        squares = over_ranks(squares, 2.0, [group for group in groups if group is not ours])
         replicated = self._squares(rows, ())
-        rest = [value for over, value in squares.items() if ours.isdisjoint(over)]
-        own = [value for over, value in squares.items() if not ours.isdisjoint(over)]
+        rest = [value for over, value in squares.items() if ours not in over]
+        own = [value for over, value in squares.items() if ours in over]
         total = sum(own[1:], own[0]) if own else torch.zeros((), dtype=torch.float64)
-        for group in ours if own else ():
+        if own:
             ranks = self.communicator()
             if ranks is not None:
                 total = sum_over_ranks(ranks, total, f"update by {type(self).__name__}")
             else:
-                dist.all_reduce(total, group=group)
+                dist.all_reduce(total, group=ours)
         return total, sum(rest, replicated.to(rest[0].device) if rest else replicated)
 
     def _squares(self, rows: Sequence[UpdateRow], over: Groups) -> Tensor:

@@ -6,6 +6,7 @@ its gradient on each rank. Nothing adds these up, and each rank would train anot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -19,6 +20,8 @@ from zerograph.runtime.torch_private import local_tensor
 
 _TOLERANCE = 0.01
 """Of norms: parts of a gradient differ by more, and the rounding of kernels that are not deterministic by less."""
+_NOISE = 1e-6
+"""Of the largest norm: gradients that are zero but for rounding, as of a bias before a normalization, are below it."""
 
 
 def refuse_different_gradients(params: Iterable[Tensor], names: Mapping[int, str]) -> None:
@@ -38,8 +41,9 @@ def refuse_different_gradients(params: Iterable[Tensor], names: Mapping[int, str
     both = torch.stack([norms, -norms]).to(local_tensor(found[0]).device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=axis.get_group())
     most, least = both[0].cpu(), -both[1].cpu()
+    noise = _NOISE * float(most.nan_to_num(0.0, 0.0).max())
     for param, high, low in zip(found, most.tolist(), least.tolist(), strict=True):
-        if high > low * (1 + _TOLERANCE):
+        if math.isfinite(high) and high > max(low * (1 + _TOLERANCE), noise):
             raise UnsupportedError(
                 f"parameter {names.get(id(param), list(param.shape))} is not split by tensor parallelism, and its "
                 f"gradient has a norm of {low:.3g} on one rank of that axis and {high:.3g} on another",
