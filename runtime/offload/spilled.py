@@ -20,6 +20,7 @@ from torch import Tensor
 import zerograph._core as _core
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import ParamTile
+from zerograph.core.slots import SLOTS
 from zerograph.runtime.offload.blocks import UNIT, Block, ShardRun
 from zerograph.runtime.offload.extents import Extent
 from zerograph.runtime.offload.host import AfterCopies
@@ -249,6 +250,9 @@ class SpilledGradients:
         if self._after_copies is None:
             move()
         else:
+            # Each holds its gradients in memory of the host: a disk that is slower than the backward is waited for.
+            while len(self._begun) >= SLOTS:
+                self._begun.pop(0).result()
             self._begun.append(self._after_copies(move))
 
     def _move(
