@@ -7,6 +7,8 @@ is replicated (:mod:`~zerograph.runtime.comm.axes`). An axis of tensor paralleli
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -87,36 +89,39 @@ def _split_axis(tensor: DTensor) -> int:
     return next(axis for axis, placement in enumerate(tensor.placements) if splits(placement))
 
 
-def own_part(value: Tensor, like: DTensor) -> Tensor:
-    """The part of ``value`` that this rank has of ``like``, a tensor of its shape: a view, no communication.
-
-    An axis splits what those before it leave, and a strided one, by its name in torch, what those after it leave."""
-    mesh, coordinate = like.device_mesh, like.device_mesh.get_coordinate()
-    assert coordinate is not None  # of this rank's own tensor
-    split = [axis for axis, placement in enumerate(like.placements) if splits(placement)]
-    strided = [axis for axis in split if like.placements[axis] != Shard(like.placements[axis].dim)]  # type: ignore[attr-defined]
-    for axis in (*(axis for axis in split if axis not in strided), *reversed(strided)):
-        dim = like.placements[axis].dim  # type: ignore[attr-defined]
-        rows = rows_of(value.shape[dim], coordinate[axis], mesh.size(axis))
-        value = value.narrow(dim, rows.start, rows.stop - rows.start)
-    return value
+def own_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of ``tensor`` lies in the whole, along each dimension."""
+    axes = range(tensor.device_mesh.ndim) if isinstance(tensor, DTensor) else ()
+    return tuple(slice(*bounds) for bounds in _bounds(tensor, axes))
 
 
 def shared_by_us(param: Tensor) -> tuple[tuple[int, ...], bool]:
     """The shape of what the ranks that we shard over share of a parameter of ours, and whether they split it: of one
     that lies on another axis too, this rank's part along that."""
-    shape = list(param.shape)
     if not isinstance(param, DTensor):
-        return tuple(shape), False
-    mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
+        return tuple(param.shape), False
+    ours = our_axes(param.device_mesh).ndim
+    bounds = _bounds(param, range(ours, param.device_mesh.ndim))
+    return tuple(end - begin for begin, end in bounds), splits(param.placements[ours - 1])
+
+
+def _bounds(tensor: Tensor, axes: Iterable[int]) -> list[tuple[int, int]]:
+    """First and one-past-last index, along each dimension, of what ``axes`` leave this rank.
+
+    An axis splits what those before it leave, and a strided one, by its name in torch, what those after it leave."""
+    bounds = [(0, size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return bounds
+    mesh, coordinate, placements = tensor.device_mesh, tensor.device_mesh.get_coordinate(), tensor.placements
     assert coordinate is not None  # of this rank's own tensor
-    axes = our_axes(mesh).ndim
-    for axis in range(axes, mesh.ndim):
-        if splits(param.placements[axis]):
-            dim = param.placements[axis].dim  # type: ignore[attr-defined]
-            rows = rows_of(shape[dim], coordinate[axis], mesh.size(axis))
-            shape[dim] = rows.stop - rows.start
-    return tuple(shape), splits(param.placements[axes - 1])
+    split = [axis for axis in axes if splits(placements[axis])]
+    strided = [axis for axis in split if placements[axis] != Shard(placements[axis].dim)]  # type: ignore[attr-defined]
+    for axis in (*(axis for axis in split if axis not in strided), *reversed(strided)):
+        dim = placements[axis].dim  # type: ignore[attr-defined]
+        begin, end = bounds[dim]
+        rows = rows_of(end - begin, coordinate[axis], mesh.size(axis))
+        bounds[dim] = begin + rows.start, begin + rows.stop
+    return bounds
 
 
 def own_rows(rows: int, mesh: DeviceMesh) -> slice:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from zerograph.core.layout import Layout, Part, transition
+from zerograph.core.layout import Layout, Portion, transition
 from zerograph.core.step import Param
 
 CHANGES = {
@@ -16,9 +16,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("source", get_args(Part))
-@pytest.mark.parametrize("target", get_args(Part))
-def test_only_what_ranks_lack_takes_a_collective(source: Part, target: Part) -> None:
+@pytest.mark.parametrize("source", get_args(Portion))
+@pytest.mark.parametrize("target", get_args(Portion))
+def test_only_what_ranks_lack_takes_a_collective(source: Portion, target: Portion) -> None:
     assert transition(source, target) == CHANGES.get((source, target))
 
 

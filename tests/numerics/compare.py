@@ -8,6 +8,7 @@ mean loss of the whole batch, and so are the gradients.
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zerograph
+from zerograph.runtime.torch_private import local_tensor
 
 ALL = (0, 1, 2, 3)
 Values = dict[str, Tensor]
@@ -160,3 +162,14 @@ def assert_same(ours: Values, theirs: Values) -> None:
 def snapshot(model: nn.Module) -> nn.Module:
     """A plain copy for a reference, taken before anything is compiled."""
     return copy.deepcopy(model)
+
+
+def pickled_and_back(model: nn.Module) -> None:
+    """Pickle the state of a sharded ``model``, zero this rank's shards, and load it again."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    with torch.no_grad():
+        for param in model.parameters():
+            local_tensor(param.data).zero_()
+    file.seek(0)
+    model.load_state_dict(torch.load(file, weights_only=False))

@@ -26,6 +26,7 @@ from numerics.compare import (
     full_values,
     mean_over_ranks,
     mine,
+    pickled_and_back,
     seeded,
     sgd,
     stages,
@@ -42,7 +43,6 @@ from toy import VOCABULARY, Toy
 
 import zerograph
 from zerograph.core.errors import RankError
-from zerograph.runtime.torch_private import local_tensor
 
 WORLD = 4
 TRANSPORTS = ["auto", "group"]
@@ -374,13 +374,7 @@ def _moves(path: str) -> None:
     assert_same(full_values(model), values)
     copied = copy.deepcopy(model)
     assert_same(full_values(copied), values)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    with torch.no_grad():
-        for param in model.parameters():
-            local_tensor(param.data).zero_()
-    file.seek(0)
-    model.load_state_dict(torch.load(file, weights_only=False))
+    pickled_and_back(model)
     assert_same(full_values(model), values)
     training.step(1)
     with torch.device("meta"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from numerics.compare import Values, assert_same, full, full_values, seeded
+from numerics.compare import Values, assert_same, full, full_values, pickled_and_back, seeded
 from ranks import run
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -31,7 +30,6 @@ from torch.nn.utils import clip_grad_norm_
 
 import zerograph
 from zerograph.core.errors import UnsupportedError
-from zerograph.runtime.torch_private import local_tensor
 
 WORLD, WIDTH, VOCABULARY = 4, 8, 12
 
@@ -275,13 +273,7 @@ def _moves(path: str) -> None:
     model.load_state_dict(found)
     assert_same(full_values(model), values)
     assert_same(full_values(copy.deepcopy(model)), values)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    with torch.no_grad():
-        for param in model.parameters():
-            local_tensor(param.data).zero_()
-    file.seek(0)
-    model.load_state_dict(torch.load(file, weights_only=False))
+    pickled_and_back(model)
     assert_same(full_values(model), values)
     training.step(1)
     with torch.device("meta"):

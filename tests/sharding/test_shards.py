@@ -33,12 +33,12 @@ def _there_and_back(sizes: tuple[int, ...]) -> None:
         assert torch.equal(shards.full_value(sharded), full)
         pieces = shards.gather_to_first(sharded)
         assert torch.equal(torch.cat(pieces), full) if dist.get_rank() == 0 else pieces == []
-        for over, local in (
-            (mesh, torch.zeros_like(sharded.to_local())),
-            (None, torch.zeros(shape).t().contiguous().t()),
+        for like, local in (
+            (sharded, torch.zeros_like(sharded.to_local())),
+            (full, torch.zeros(shape).t().contiguous().t()),
         ):
-            shards.send_from_first(full if dist.get_rank() == 0 else None, local, shape[0], group, over)
-            assert torch.equal(local, sharded.to_local() if over else full)
+            shards.send_from_first(full if dist.get_rank() == 0 else None, local, group, like)
+            assert torch.equal(local, sharded.to_local() if like is sharded else full)
     whole = distribute_tensor(torch.arange(3.0), mesh, everywhere)
     assert not is_sharded(whole)
     assert len(shards.gather_to_first(whole)) == 1, "all have it"
@@ -61,7 +61,7 @@ def test_a_plain_parameter_is_its_own_shard() -> None:
     assert torch.equal(value, param) and value.data_ptr() != param.data_ptr() and not value.requires_grad
     assert torch.equal(shards.gather_to_first(param)[0], param)
     local = torch.zeros(3)
-    shards.send_from_first(torch.ones(3), local, 3, None, None)
+    shards.send_from_first(torch.ones(3), local, None, param)
     assert torch.equal(local, torch.ones(3))
     assert shards.group_of(nn.Linear(2, 2)) is None and shards.is_first(None)
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from zerograph.core.units import is_number
 
-Part = Literal["rows", "whole", "term"]
+Portion = Literal["rows", "whole", "term"]
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
 
@@ -29,11 +29,11 @@ class Layout:
         ValueError: another part, or no ranks.
     """
 
-    part: Part
+    part: Portion
     ranks: int
 
     def __post_init__(self) -> None:
-        if self.part not in get_args(Part) or not is_number(self.ranks, int) or self.ranks < 1:
+        if self.part not in get_args(Portion) or not is_number(self.ranks, int) or self.ranks < 1:
             raise ValueError(f"{self.part!r} over {self.ranks!r} ranks is no layout")
 
     @classmethod
@@ -63,12 +63,12 @@ def is_divided(shape: Sequence[int], ranks: int) -> bool:
     return len(shape) > 0 and shape[0] >= ranks
 
 
-def transition(source: Part, target: Part) -> Collective | None:
+def transition(source: Portion, target: Portion) -> Collective | None:
     """The collective that brings a tensor from one layout to another over the same ranks; None where nothing has to."""
     return _TRANSITIONS.get((source, target))
 
 
-_TRANSITIONS: dict[tuple[Part, Part], Collective] = {
+_TRANSITIONS: dict[tuple[Portion, Portion], Collective] = {
     ("rows", "whole"): "all-gather",
     ("term", "rows"): "reduce-scatter",
     ("term", "whole"): "all-reduce",

@@ -4,6 +4,7 @@ fails."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from zerograph.optim.algorithms.stock import make_states
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.overlap import EarlySteps, overlapping
 from zerograph.optim.replicated import refuse_different_gradients
+from zerograph.optim.tensors import names_in
 from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime import delayed
 from zerograph.runtime.comm.collectives import Communicator
@@ -205,7 +207,8 @@ class OptimizerCheck:
         self._refuse_replaced(optimizer)
         self._refuse_skipped(optimizer, foreign)
         self._refuse_not_elementwise(optimizer)
-        refuse_different_gradients(self._own(optimizer), _names_in(optimizer))
+        names = itertools.chain.from_iterable(names_in(group).items() for group in optimizer.param_groups)
+        refuse_different_gradients(self._own(optimizer), dict(names))
         if optimizer not in self._passed:
             optimizer.register_load_state_dict_post_hook(self._after_load)
         self._passed[optimizer] = looked_at
@@ -295,9 +298,3 @@ def _moves(optimizer: Optimizer) -> bool:
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _names_in(optimizer: Optimizer) -> dict[int, str]:
-    """The names of parameters by ``id``, where the optimizer was given them."""
-    groups = optimizer.param_groups
-    return {id(p): n for g in groups for p, n in zip(g["params"], g.get("param_names", ()), strict=False)}

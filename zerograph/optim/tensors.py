@@ -109,7 +109,7 @@ class GroupLayout:
     def __init__(self, group: Mapping[str, Any], params: Sequence[Tensor] | None = None) -> None:
         """``params`` are those of ``group`` that are meant; all, unless given."""
         self.params: list[Tensor] = list(group["params"] if params is None else params)
-        names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+        names = names_in(group)
         self.names: Sequence[str] = [names[id(p)] for p in self.params if id(p) in names]
         self.locals = [local_tensor(p) for p in self.params]
         self.over: list[Groups] = [groups_of_ranks(p) for p in self.params]
@@ -278,3 +278,8 @@ class GroupLayout:
         """The name of a parameter in errors."""
         known = self.names[index] if index < len(self.names) else f"{index} of its group"
         return f"parameter {known}"
+
+
+def names_in(group: Mapping[str, Any]) -> dict[int, str]:
+    """The names of a group's parameters by ``id``, where the optimizer was given them."""
+    return dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))

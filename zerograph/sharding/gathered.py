@@ -13,7 +13,6 @@ from zerograph.core.arguments import require_flag
 from zerograph.core.errors import ShardingError
 from zerograph.runtime import delayed
 from zerograph.runtime.comm.rendezvous import noticed
-from zerograph.runtime.dtensors import split_over
 from zerograph.sharding.adopt import model_given
 from zerograph.sharding.module_classes import plain_class
 from zerograph.sharding.shards import full_value, group_of, local_of, on_first_rank, send_from_first
@@ -163,8 +162,7 @@ def _write(module: nn.Module, opened: list[_Opened], values: list[list[Tensor | 
     group = group_of(module)
     on_first_rank(group, lambda: _check_all(opened, values), ShardingError)
     for o, value in zip(opened, values, strict=True):
-        rows = o.outward.shape[0] if o.outward.ndim else 1
-        send_from_first(value[0], local_of(o.outward), rows, group, split_over(o.outward), o.outward)
+        send_from_first(value[0], local_of(o.outward), group, o.outward)
         torch.autograd.graph.increment_version(o.outward)  # what autograd saved before is stale
 
 

@@ -56,8 +56,7 @@ def _unshard(
     if not sharded or _is_alone(group):
         return shard.to(dtype=dtype, copy=True)  # an operator's result may not alias its input
     reads = reads_of(group, shard.device)
-    home = Layout.home(reads.comm.world_size, sharded=sharded)
-    return reads.gather(_param(name, shape, shard.dtype, dtype, reduce_dtype, home), shard, _WHOSE)
+    return reads.gather(_param(reads, name, shape, shard.dtype, dtype, reduce_dtype, sharded), shard, _WHOSE)
 
 
 def _reduce_grad(
@@ -67,16 +66,18 @@ def _reduce_grad(
     if _is_alone(group):
         return grad.to(reduce_dtype, copy=True).to(device, shard_dtype)
     reads = reads_of(group, grad.device)
-    home = Layout.home(reads.comm.world_size, sharded=sharded)
-    return reads.reduce(_param(name, grad.shape, shard_dtype, dtype, reduce_dtype, home), grad, _WHOSE).to(device)
+    param = _param(reads, name, grad.shape, shard_dtype, dtype, reduce_dtype, sharded)
+    return reads.reduce(param, grad, _WHOSE).to(device)
 
 
 _WHOSE = "a graph of another backend"
 
 
 def _param(
-    name: str, shape: Sequence[int], dtype: torch.dtype, compute: torch.dtype, reduce: torch.dtype, home: Layout
-) -> Param:
+    reads: UncompiledReads, name: str, shape: Sequence[int], dtype: torch.dtype, compute: torch.dtype,
+    reduce: torch.dtype, sharded: bool,
+) -> Param:  # fmt: skip
+    home = Layout.home(reads.comm.world_size, sharded=sharded)
     return Param(name, tuple(shape), dtype_name(dtype), dtype_name(compute), dtype_name(reduce), True, home)
 
 

@@ -20,9 +20,10 @@ from zerograph.runtime.dtensors import (
     has_first_replica,
     is_sharded,
     is_split_by_rows,
-    own_part,
     own_rows,
+    own_slices,
     placements_of,
+    split_over,
     splits,
 )
 from zerograph.runtime.torch_private import as_dtensor, local_tensor
@@ -70,7 +71,7 @@ def as_shard(value: Tensor, like: DTensor) -> DTensor:
         part = local_tensor(value.redistribute(value.device_mesh, like.placements[ours.ndim :]))
         rows = part[own_rows(len(part), ours)] if splits(like.placements[ours.ndim - 1]) else part
     else:
-        rows = own_part(value, like)
+        rows = value[own_slices(like)]
     own = _owned(rows, value)
     own = own if own.is_meta else own.to(like.device)
     return as_dtensor(own, like.device_mesh, like.placements, like.shape, like.stride())
@@ -117,32 +118,24 @@ def gather_to_first(param: Tensor) -> list[Tensor]:
     return [piece[: r.stop - r.start] for piece, r in zip(received or [], ranges, strict=False)]
 
 
-def send_from_first(
-    full: Tensor | None,
-    local: Tensor,
-    rows: int,
-    group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    like: Tensor | None = None,
-) -> None:
+def send_from_first(full: Tensor | None, local: Tensor, group: dist.ProcessGroup | None, like: Tensor) -> None:
     """Fill ``local`` with the values of rank 0 of ``group``. Collective.
 
     Args:
         full: all values, on rank 0; unused elsewhere.
-        local: this rank's rows, if the tensor is split over ``mesh``; else of the full shape.
-        rows: rows of the full tensor.
+        local: this rank's part, which is all where the tensor is not split.
         group: all ranks that have the tensor; None for one.
-        mesh: of these ranks.
-        like: the tensor that ``local`` is a part of; it tells of other axes than ours.
+        like: how the tensor lies.
     """
+    mesh = split_over(like)
     with torch.no_grad():
         if group is None or group.size() == 1:
             if _given(full).data_ptr() != local.data_ptr():  # else it was filled in its place
                 local.copy_(_given(full))
-        elif mesh is not None and isinstance(like, DTensor) and other_axis(mesh) is not None:
+        elif mesh is not None and other_axis(mesh) is not None:
             whole = _given(full).detach().to(local).contiguous() if is_first(group) else local.new_empty(like.shape)
             dist.broadcast(whole, src=first_rank(group), group=group)
-            local.copy_(own_part(whole, like))
+            local.copy_(whole[own_slices(like)])
         elif mesh is None:
             sent = local.contiguous()
             if is_first(group):
@@ -150,7 +143,7 @@ def send_from_first(
             dist.broadcast(sent, src=first_rank(group), group=group)
             local.copy_(sent)
         else:
-            axes = axes_of(mesh)
+            axes, rows = axes_of(mesh), like.shape[0]
             split = local.new_empty((largest(rows, axes.shards.size()), *local.shape[1:]))
             if axes.replicas is None or is_first(axes.replicas):
                 _scatter(full, split, rows, axes.shards)

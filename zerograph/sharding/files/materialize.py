@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from zerograph.core.arguments import paths, require
 from zerograph.core.errors import ShardingError
-from zerograph.runtime.dtensors import split_over
 from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import placed_as
 from zerograph.sharding.adopt import replace_everywhere
@@ -45,11 +44,6 @@ class UnmadeTensor:
     local: Tensor | None = None
     leaves: bool = False
     on_host: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of the full tensor."""
-        return self.tensor.shape[0] if self.tensor.ndim else 1
 
 
 def files_to_read(init: object, files: object) -> tuple[str, ...]:
@@ -161,8 +155,7 @@ def _initialize(
             )
         for slot in {id(s): s for s in places.values() if s.local is None}.values():
             slot.local = shards.pop(id(slot))
-            given, over = full.pop(id(slot), None), split_over(slot.tensor)
-            send_from_first(given, slot.local, slot.rows, group, over, slot.tensor)
+            send_from_first(full.pop(id(slot), None), slot.local, group, slot.tensor)
             room.filled(slot.local)
 
 

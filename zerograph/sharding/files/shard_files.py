@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerograph.core.errors import CheckpointError
-from zerograph.runtime.comm.joined import other_axis
-from zerograph.runtime.dtensors import is_sharded, own_part, own_rows
+from zerograph.runtime.dtensors import own_slices
 from zerograph.sharding.files.export import DTYPES
 from zerograph.sharding.files.room import Room
 from zerograph.sharding.shards import describe, is_first, local_of
@@ -130,15 +128,8 @@ def _read(slot: TensorToRead, file: Any, name: str, room: Room) -> None:
     if slot.tensor.ndim == 0:
         # safetensors cuts slices of at least one dimension.
         local.copy_(file.get_tensor(name))
-    elif isinstance(slot.tensor, DTensor) and other_axis(slot.tensor.device_mesh) is not None:
-        local.copy_(own_part(file.get_tensor(name), slot.tensor))
-    elif is_sharded(slot.tensor):
-        mesh = slot.tensor.device_mesh  # type: ignore[attr-defined]
-        rows = own_rows(slot.tensor.shape[0], mesh)
-        if rows.stop > rows.start:
-            local.copy_(file.get_slice(name)[rows])
-    else:
-        local.copy_(file.get_slice(name)[:])
+    elif local.numel():
+        local.copy_(file.get_slice(name)[own_slices(slot.tensor)])
     room.filled(local)
     slot.local = local
 
