@@ -79,6 +79,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "max_norm": NUMBERS,
         "norm_type": [*NUMBERS, 0, "two"],
         "error_if_nonfinite": FLAGS,
+        "stages": ["pp", 2, [0, 1], _model()],
     },
     "export": {"model": MODELS, "path": [None, "", ".", 3, b"a", [], torch.ones(2)]},
     "gathered": {"module": MODELS, "writeback": [*FLAGS, _model()]},

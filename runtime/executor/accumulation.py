@@ -7,7 +7,7 @@ zero, which adds like zero and tells, whatever zeroed it, that the user dropped 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -23,12 +23,20 @@ from zerograph.runtime.torch_private import after_backward, current_backward, lo
 
 
 class GradientAccumulation:
-    """The held gradients of one backend, over all its frames."""
+    """The held gradients of one backend, over all its frames.
+
+    Attributes:
+        active: whether gradients are held back.
+        late: parameters whose held gradients others reduce.
+        schedules: of pipelines that were begun.
+        in_schedule: whether one of them runs.
+    """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         """``params`` are the outward parameters by name, now and later."""
         self.active = False
-        self.late: set[str] = set()  # parameters whose held gradients others reduce
+        self.schedules, self.in_schedule = 0, False
+        self.late: set[str] = set()
         self._params = params
         self._held: dict[_Part, tuple[Param, Tensor]] = {}
         self._left: dict[str, tuple[Tensor, int]] = {}  # each gradient and its version as the last backward left it
@@ -45,6 +53,16 @@ class GradientAccumulation:
             yield
         finally:
             self.active = before
+
+    @contextmanager
+    def one_schedule(self) -> Iterator[None]:
+        """Inside, forwards and backwards follow each other in any order, and nobody changes a parameter."""
+        self.schedules += 1
+        self.in_schedule = True
+        try:
+            yield
+        finally:
+            self.in_schedule = False
 
     @property
     def state(self) -> tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:
@@ -181,15 +199,22 @@ class GradientAccumulation:
 
     def _flush_after_backward(self) -> None:
         backward = current_backward()
-        if self._flushing != backward:  # one that failed has not flushed
+        # In a schedule other stages hold theirs until their own last backward.
+        if self._flushing != backward and not self.in_schedule:  # one that failed has not flushed
             self._flushing = backward
             after_backward(self._flush)
 
-    @torch.no_grad()
     def _flush(self) -> None:
         """Reduce what this backward left held: gradients of parameters that it did not read."""
-        self._flushing, before = None, self.state
+        self._flushing = None
+        self.reduce_held(lambda _: True)
+
+    @torch.no_grad()
+    def reduce_held(self, wanted: Callable[[Tensor], bool]) -> None:
+        """Reduce gradients that are held for the parameters that are ``wanted``."""
+        before = self.state
         held_here = [param for param, _ in self._held.values() if param.name not in self.late]
+        held_here = [param for param in held_here if wanted(self._params[param.name])]
         found = [(param, self.withdraw(param)) for param in held_here]
         left = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
         if not left:

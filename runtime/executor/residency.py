@@ -2,8 +2,8 @@
 
 Shards change in ways that no version counter records: fused and foreach optimizers update a DTensor's local tensor
 below autograd, and ``p.data`` edits and loaded checkpoints are invisible by design. A resident bucket is therefore
-trusted from a forward to its backward, and across forwards only while ``no_sync`` holds gradients back: until they are
-reduced nothing can have stepped.
+trusted from a forward to its backward, and across forwards only while ``no_sync`` holds gradients back, as nothing can
+have stepped until they are reduced, and inside of one schedule of a pipeline.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GatheredCache:
         self._steps, self._accumulation = steps, accumulation
         self._full: dict[int, Mapping[str, Tensor]] = {}
         self._stale: set[int] = set()  # of these the buckets that the forward has not gathered anew yet
-        self._gathered_at = (-1, 0)
+        self._gathered_at = (-1, 0, 0)
 
     @property
     def steps(self) -> int:
@@ -81,10 +81,12 @@ class GatheredCache:
 
         Ranks that met after an error may have different buckets resident: those of an older ``generation`` go.
         """
-        now = (self._steps.value, generation)
+        accumulation = self._accumulation
+        now = (self._steps.value, generation, accumulation.schedules)
         # Any optimizer counts, not only those of the backend: a step of a foreign one may write to the same tensors.
         # Whether gradients are held may have to be read from a device: it is asked where it matters.
-        if now != self._gathered_at or (kind != "backward" and self._full and not self._accumulation.open):
+        trusted = kind == "backward" or not self._full or accumulation.in_schedule or accumulation.open
+        if now != self._gathered_at or not trusted:
             self._gathered_at = now
             self._stale = set(self._full)
         if kind != "forward":

@@ -24,7 +24,11 @@ log = logging.getLogger(__name__)
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    stages: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale the gradients of ``parameters`` in place so that their joint norm is at most ``max_norm``.
 
@@ -36,13 +40,15 @@ def clip_grad_norm_(
         max_norm: the largest norm allowed.
         norm_type: the p of the norm; ``math.inf`` or ``"inf"`` is the largest absolute value.
         error_if_nonfinite: raise instead of scaling by a norm that is not finite.
+        stages: ranks that have the other stages of a pipeline, whose gradients are in the norm too.
 
     Returns:
         The norm before clipping, a 0-d tensor, the same on every rank.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
-        ConfigError: ``parameters`` are no tensors, ``max_norm`` is negative, or ``norm_type`` not positive.
+        ConfigError: ``parameters`` are no tensors, ``max_norm`` is negative, ``norm_type`` not positive, or ``stages``
+            no process group.
         UnsupportedError: a gradient that is partial over ranks, or gradients on several meshes.
     """
     order = order_of_norm(norm_type)
@@ -50,13 +56,17 @@ def clip_grad_norm_(
         max_norm = number("max_norm", max_norm, "for example 1.0")
         require(max_norm >= 0, f"max_norm={max_norm}: the largest norm allowed cannot be negative", "for example 1.0")
     require_flag("error_if_nonfinite", error_if_nonfinite, "True raises where the norm is not finite")
+    known = stages is None or isinstance(stages, dist.ProcessGroup)
+    require(known, f"stages must be a process group, got {stages!r:.80}", 'for example mesh["pp"].get_group()')
     params = _tensors(parameters)
     late_gradients.complete(params)
     grads = [p.grad for p in params if p.grad is not None]
     local, kinds = [local_tensor(g) for g in grads], dict[Groups, list[Tensor]]()
     for own, groups in zip(local, groups_of(grads), strict=True):
         kinds.setdefault(groups, []).append(own)
-    norm = _norm_over_ranks(kinds, order).to(_precision(local))
+    if stages is not None and not kinds and params:  # the others add theirs up with ours
+        kinds[()] = [torch.zeros(1, device=params[0].device)]
+    norm = _norm_over_ranks(kinds, order, stages).to(_precision(local))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
@@ -134,8 +144,11 @@ def groups_in(kinds: Iterable[Groups]) -> list[dist.ProcessGroup]:
     return list(dict.fromkeys(itertools.chain.from_iterable(map(reversed, sorted(kinds, key=len, reverse=True)))))
 
 
-def _norm_over_ranks(tensors: Mapping[Groups, list[Tensor]], p: float) -> Tensor:
-    """Norm of gradients together, the same on every rank: of this rank's parts, by the ranks that they are split over.
+def _norm_over_ranks(
+    tensors: Mapping[Groups, list[Tensor]], p: float, stages: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Norm of gradients together, the same on every rank: of this rank's parts, by the ranks that they are split over,
+    and of those that ``stages`` have.
 
     Returns:
         A 0-d tensor where the gradients are, of float64 where kernels of ours took the norm.
@@ -147,7 +160,11 @@ def _norm_over_ranks(tensors: Mapping[Groups, list[Tensor]], p: float) -> Tensor
         return torch.zeros(())
     precision = functools.reduce(torch.promote_types, {power.dtype for _, power in powers})
     both = torch.stack([power.to(powers[0][1].device, precision) for _, power in powers])
-    return both.max() if math.isinf(p) else both.sum() ** (1.0 / p)
+    total = both.max() if math.isinf(p) else both.sum()
+    if stages is not None:
+        total = total.double()  # whatever kernels took it by, on each of them
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=stages)
+    return total if math.isinf(p) else total ** (1.0 / p)
 
 
 def power_sum(grads: list[Tensor], p: float) -> Tensor:

@@ -106,8 +106,8 @@ def _tell_of_other_ranks(mesh: DeviceMesh) -> None:
         log.warning(
             "mesh= has %s of the job's %d: other ranks that train this model are not synchronized with these, neither "
             "their first values nor their gradients\n\n"
-            "hint: this is right where the others split the model by tensor parallelism; else leave mesh= out to train "
-            "one model on all ranks, or let the loop average between meshes",
+            "hint: this is right where the others split the model by tensor parallelism or have other stages of a "
+            "pipeline; else leave mesh= out to train one model on all ranks, or let the loop average between meshes",
             Roster().named(ranks), world,
         )  # fmt: skip
 

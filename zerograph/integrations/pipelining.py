@@ -1,0 +1,79 @@
+"""``torch.distributed.pipelining``: compiled stages of a pipeline gather and reduce once per step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from zerograph.api import Backend, refuse_other_backends
+from zerograph.core.errors import ConfigError, UnsupportedError
+
+
+def once_per_step(schedule: PipelineScheduleSingle | PipelineScheduleMulti, backend: Backend) -> None:
+    """Let a step of ``schedule`` reduce each gradient once, and gather each parameter once where its bucket stays
+    gathered, as at stages 1 and 2.
+
+    Gradients of all microbatches but the last stay on their rank, whole. Without this each microbatch's backward
+    reduces, and its forward gathers, which takes less memory and sends more.
+
+    Args:
+        schedule: whose stages are compiled, before its first step.
+        backend: that all stages of this rank are compiled by.
+
+    Raises:
+        ConfigError: ``backend`` is none of ours.
+            Its steps raise it where an optimizer updates inside of backwards, before the schedule divides gradients.
+        UnsupportedError: the schedule divides backwards into one for inputs and one for weights (zero bubble). Each
+            would run the whole compiled backward.
+    """
+    refuse_other_backends(backend, "once_per_step")
+    _refuse_divided_backwards(schedule)
+    stages: Sequence[Any] = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+    for stage in stages:
+        stage.backward_maybe_with_nosync = _reducing_last(stage, backend)
+    schedule.step = _one_schedule(schedule, backend)  # type: ignore[method-assign]
+
+
+def _reducing_last(stage: PipelineStage, backend: Backend) -> Callable[..., Any]:
+    backward = stage.backward_maybe_with_nosync
+
+    def run(kind: str, arguments: dict[str, Any], last_backward: bool = False) -> Any:
+        if not last_backward:
+            with backend.no_sync():
+                return backward(kind, arguments, last_backward)
+        result = backward(kind, arguments, last_backward)
+        own = set(map(id, stage.submod.parameters()))
+        backend._accumulation.reduce_held(lambda param: id(param) in own)  # that the last microbatch did not read
+        return result
+
+    return run
+
+
+def _one_schedule(schedule: PipelineScheduleSingle | PipelineScheduleMulti, backend: Backend) -> Callable[..., Any]:
+    step = schedule.step
+
+    @functools.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for owner in backend._early.owners().values() if schedule.scale_grads else ():
+            raise ConfigError(
+                f"{owner}(overlap=True) updates inside of the backward, before the schedule divides gradients by the "
+                "number of microbatches",
+                "scale_grads=False for the schedule, and divide the loss; or leave overlap out",
+            )
+        with backend._accumulation.one_schedule():
+            return step(*args, **kwargs)
+
+    return run
+
+
+def _refuse_divided_backwards(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> None:
+    actions = [each for rank in (schedule.pipeline_order or {}).values() for each in rank if each is not None]
+    if any(each.computation_type.name == "BACKWARD_INPUT" for each in actions):
+        raise UnsupportedError(
+            f"{type(schedule).__name__} divides each backward in two, and a compiled stage runs all of it both times",
+            "a schedule with whole backwards: ScheduleInterleaved1F1B, ScheduleLoopedBFS, Schedule1F1B, ScheduleGPipe",
+        )
