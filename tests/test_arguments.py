@@ -61,8 +61,9 @@ CALLS: dict[str, tuple[Call, Call]] = {
     "shard": (zerograph.shard, lambda: {"model": _model(), "backend": zerograph.backend()}),
     **{
         f"optim.{name}": (_step, lambda name=name: {"optimizer": getattr(zerograph.optim, name)})
-        for name in ("Adagrad", "Adam", "AdamW", "Lion", "SGD")
+        for name in ("Adagrad", "Adam", "AdamW", "LAMB", "Lion", "SGD")
     },
+    "optim.Muon": (_step, lambda: {"optimizer": zerograph.optim.Muon, "params": _with_gradients()[:1]}),
 }
 
 MODELS = [None, "model", [_model()], _model, 3, {}]
@@ -108,6 +109,8 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         if name.startswith("optim.")
     },
 }
+for _name in ("optim.LAMB", "optim.Muon"):
+    del WRONG[_name]["warmup"]
 for _name, _more in {
     "optim.Adam": {"moments": [3, "float32", torch.float16]},
     "optim.AdamW": {"moments": [3, "float32", torch.float16]},
@@ -116,6 +119,17 @@ for _name, _more in {
         "weight_decay": NUMBERS,
         "betas": [None, 0.9, (0.9,), (0.9, 1.0), (0.9, "x"), (0.9, 0.9, 0.9)],
         "maximize": FLAGS,
+    },
+    "optim.LAMB": {
+        **dict.fromkeys(("lr", "weight_decay", "eps"), NUMBERS),
+        "betas": [None, 0.9, (0.9,), (0.9, 1.0), (0.9, "x"), (0.9, 0.9, 0.9)],
+    },
+    "optim.Muon": {
+        **dict.fromkeys(("lr", "weight_decay", "momentum", "eps"), NUMBERS),
+        "nesterov": FLAGS,
+        "ns_coefficients": [None, 1.0, (1.0, 2.0), (1.0, 2.0, math.nan), "abc"],
+        "ns_steps": [None, "5", 5.0, True, -1, 100],
+        "adjust_lr_fn": [3, "mine", [], torch.ones(2)],
     },
 }.items():
     WRONG[_name] = {**WRONG[_name], **_more}

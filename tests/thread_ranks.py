@@ -179,6 +179,23 @@ class ThreadCommunicator:
             results.append(mean[: prod(shape)].view(shape))
         return results
 
+    def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> int:
+        """Send each rank its message."""
+        assert [send.numel() for send in sends] == list(sizes[self.rank]), (
+            "messages are not of the sizes that were said"
+        )
+        copies = [send.clone() for send in sends]
+        number = self._give(f"exchange {sizes}", copies)
+        self._flying[number] = list(sends), copies
+        return number
+
+    def finish_exchange(self, pending: int) -> list[Tensor]:
+        """What the others sent to this rank."""
+        by_rank = self.group.take(pending)
+        sent, copies = self._flying.pop(pending)
+        assert all(map(torch.equal, sent, copies)), "a message changed while it was sent"
+        return [messages[self.rank].clone() for messages in by_rank]
+
     def abort(self, reason: str) -> None:
         """Let the others fail too."""
         self.group.fail(self.rank, reason)

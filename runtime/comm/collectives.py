@@ -1,7 +1,8 @@
 """Collectives of whole buckets over one process group.
 
-A communicator starts and finishes two operations: gathering shards into full parameters, and averaging full gradients
-into shards (those of unsharded parameters are all-reduced). Every rank must issue the same operations on the
+A communicator starts and finishes three operations: gathering shards into full parameters, averaging full gradients
+into shards (those of unsharded parameters are all-reduced), and an exchange, in which each rank sends every other one a
+message of its own. Every rank must issue the same operations on the
 same parameters in the same order; programs see to that.
 """
 
@@ -12,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -96,6 +98,17 @@ class Communicator(Protocol):
     def finish_reduce(self, pending: Any) -> list[Tensor]:
         """This rank's rows of the averaged gradients, in the shard's dtype."""
 
+    def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Any:
+        """Begin an all-to-all; returns what :meth:`finish_exchange` takes.
+
+        Args:
+            sends: this rank's message for each rank, flat, as bytes.
+            sizes: bytes of the message of each rank for each rank, by sender and receiver; the same on all ranks.
+        """
+
+    def finish_exchange(self, pending: Any) -> list[Tensor]:
+        """The messages for this rank, by sender, where the transport works."""
+
     def abort(self, reason: str) -> None:
         """This rank failed: let the others fail too, and meet them at the next program."""
 
@@ -113,16 +126,17 @@ def together(comm: Communicator, entry: Entry) -> Iterator[None]:
 
 
 def sum_over_ranks(comm: Communicator, value: Tensor, program: str) -> Tensor:
-    """Sum of a number over the ranks, who all call this: a ``program`` of its own, so they hear of one that failed.
+    """Sum over the ranks of a number, or of each of several in a vector of one length on all of them, who all call
+    this: a ``program`` of its own, so they hear of one that failed.
 
     Every rank adds up all values in the order of ranks, in float64, so all have the same sum.
     """
-    double = "float64"
+    double, shape = "float64", (comm.world_size, *value.shape)
     rows = Layout("rows", comm.world_size)
-    param = Param(f"a number of the {program}", (comm.world_size,), double, double, double, False, rows)
+    param = Param(f"a number of the {program}", shape, double, double, double, False, rows)
     with together(comm, Entry(program, sequence_of([param.name]), comm.steps)):
-        (values,) = comm.finish_gather(comm.start_gather([param], [value.double().reshape(1)]))
-    return values.sum()
+        (values,) = comm.finish_gather(comm.start_gather([param], [value.double().unsqueeze(0)]))
+    return values.sum(0)
 
 
 class _PendingCast(NamedTuple):
@@ -178,6 +192,14 @@ class LoneCommunicator:
         """See :class:`Communicator`."""
         return pending
 
+    def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        return list(sends)
+
+    def finish_exchange(self, pending: list[Tensor]) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        return pending
+
     def abort(self, reason: str) -> None:
         """There is nobody to tell."""
 
@@ -208,6 +230,14 @@ class _PendingReduce:
     results: list[Tensor]
     works: list[_Flight]
     alive: list[Tensor]
+
+
+@dataclass(slots=True)
+class _PendingExchange:
+    received: Tensor
+    sizes: list[int]
+    work: _Flight
+    alive: Tensor
 
 
 class GroupCommunicator:
@@ -482,6 +512,21 @@ class GroupCommunicator:
             torch._foreach_copy_(cast, list(means))
             means = cast
         return [mean.view(p.shard_shape(self.rank)) for p, mean in zip(pending.params, means, strict=True)]
+
+    def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _PendingExchange:
+        """See :class:`Communicator`."""
+        flat = torch.cat([send.to(self.device) for send in sends])
+        coming = [own[self.rank] for own in sizes]
+        received = flat.new_empty(sum(coming))
+        self._begun()
+        exchange = partial(dist.all_to_all_single, output_split_sizes=coming, input_split_sizes=list(sizes[self.rank]))
+        flight = self._launch(self._gathers, exchange, received, flat, group=self.group)
+        return _PendingExchange(received, coming, flight, flat)
+
+    def finish_exchange(self, pending: _PendingExchange) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        self._wait(pending.work)
+        return list(pending.received.split(pending.sizes))
 
     def abort(self, reason: str) -> None:
         """See :class:`Communicator`."""

@@ -111,6 +111,15 @@ class HybridCommunicator:
         rows = zip(pending.params, pending.results, strict=True)
         return [next(averaged) if grad.numel() else grad.to(torch_dtype(p.dtype)) for p, grad in rows]
 
+    def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Any:
+        """Between the ranks that hold the shards of one replica. See
+        :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        return self.shards.start_exchange(sends, sizes)
+
+    def finish_exchange(self, pending: Any) -> list[Tensor]:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        return self.shards.finish_exchange(pending)
+
     def abort(self, reason: str) -> None:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         try:

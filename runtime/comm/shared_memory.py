@@ -64,6 +64,13 @@ class _Reducing:
     unsharded: tuple[int, list[int]] | None
 
 
+@dataclass(slots=True)
+class _Exchanging:
+    ticket: int
+    most: list[int]  # bytes of the largest message for each rank
+    coming: list[int]  # bytes of each rank's message for this one
+
+
 class SharedMemoryCommunicator:
     """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
 
@@ -193,6 +200,25 @@ class SharedMemoryCommunicator:
                 self._finish("reduce", pending.params, part[0], partial(finish[sharded], part[0], outs, scale))
         return results
 
+    def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _Exchanging:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`: a gather of one piece for each rank."""
+        pieces = [(send.data_ptr(), send.numel(), _core.DType.raw1, _core.DType.raw1) for send in sends]
+        with self._explained("exchange matrices in"):
+            ticket = self.mailbox.start_gather(_digest_of(f"exchange {sizes}") ^ self._salt, pieces)
+        return _Exchanging(ticket, [max(column) for column in zip(*sizes, strict=True)], [s[self.rank] for s in sizes])
+
+    def finish_exchange(self, pending: _Exchanging) -> list[Tensor]:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        ticket, most = pending.ticket, pending.most
+        own = torch.empty(self.world_size * most[self.rank], dtype=torch.uint8)
+        # A gather copies every piece. Those for other ranks go to one place, so that a rank needs no memory for all.
+        largest = max((size for rank, size in enumerate(most) if rank != self.rank), default=0)
+        others = self.pool.take(self.world_size * largest)
+        outs = [(own.data_ptr() if r == self.rank else others.data_ptr(), size) for r, size in enumerate(most)]
+        self._finish("exchange matrices in", (), ticket, lambda wait: self.mailbox.finish_gather(ticket, outs, wait))
+        rows = own.view(self.world_size, most[self.rank])
+        return [row[:size] for row, size in zip(rows, pending.coming, strict=True)]
+
     def abort(self, reason: str) -> None:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         self._follow()  # else the mailbox ends a generation that is over, and nobody hears
@@ -250,7 +276,10 @@ def _summable(grad: Tensor, param: Param) -> Tensor:
 
 
 def _digest(params: Sequence[Param]) -> int:
-    text = "|".join(p.name for p in params)
+    return _digest_of("|".join(p.name for p in params))
+
+
+def _digest_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

@@ -101,6 +101,14 @@ class Group final : public c10d::Backend {
     });
   }
 
+  Works alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& coming,
+                      std::vector<std::int64_t>& going, const c10d::AllToAllOptions& options) override {
+    Tensors both{output, input};
+    return begin(options.asyncOp, both, [below = below_, own = kernels(both), coming, going, options]() mutable {
+      below->alltoall_base(own[0], own[1], coming, going, options)->wait();
+    });
+  }
+
   Works allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                         const c10d::AllgatherOptions& options) override {
     Tensors alive = outputs;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ import zerograph._core as _core
 from zerograph.optim.factor import Factor
 from zerograph.optim.parts import Member, Part
 from zerograph.runtime import kernels
+from zerograph.runtime.comm.collectives import Communicator
 
 Group = Mapping[str, Any]
 """A parameter group of ``torch.optim``."""
@@ -29,6 +30,7 @@ class OnDevice:
         part: that has them; one without gradients among its members has no say.
         members, grads: those with gradients, and these.
         factor: what gradients are multiplied by, and whether anything changes.
+        params: the outward parameters of ``members``; only where the algorithm is ``joint``.
     """
 
     group: Group
@@ -36,6 +38,7 @@ class OnDevice:
     members: Sequence[Member]
     grads: list[Tensor]
     factor: Factor
+    params: Sequence[Tensor] = ()
 
     @property
     def targets(self) -> list[Tensor]:
@@ -63,15 +66,39 @@ class OnDevice:
         return self.grads if scale is None else list(torch._foreach_div(self.grads, scale.to(self.grads[0].dtype)))
 
 
+class RanksOf(NamedTuple):
+    """The ranks of a joint update.
+
+    Attributes:
+        comm: between those that split a parameter; None where none is split.
+        program: the update's name in errors.
+        device: of what is computed of whole parameters; None: where they are.
+    """
+
+    comm: Communicator | None
+    program: str
+    device: torch.device | None = None
+
+
+Joint = Callable[[Sequence[OnDevice], RanksOf], Callable[[], None]]
+"""Looks at all parameters of a step, wherever they are, and returns the function that updates them.
+
+Raises:
+    UnsupportedError: one cannot be updated; nothing has changed then.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """How parameters are updated.
 
     Attributes:
-        native: the kernel on the host.
+        native: the kernel on the host; None where there is none.
         arguments: the values of a group that it takes, by torch's names.
         slots: the names of a group's state tensors, in the order of the kernels' slots.
-        on_device: updates by torch's operators, of gradients in the dtype of the targets.
+        on_device: updates by torch's operators, of gradients in the dtype of the targets; None where it is ``joint``.
+        joint: updates all parameters of a step together by torch's operators, on any tier, since it needs more of one
+            than a rank has. States on NVMe are read and written through their mappings.
         kernel: does the same by a kernel of ours, of gradients in their own dtype, and writes parameters that follow
             from masters too; None where there is none.
         fill: the argument that new slots hold; empty for 0.
@@ -81,10 +108,11 @@ class Algorithm:
         skips_on_device: whether ``on_device`` changes nothing where the factor says so.
     """
 
-    native: _core.Algorithm
+    native: _core.Algorithm | None
     arguments: tuple[str, ...]
     slots: Callable[[Group], tuple[str, ...]]
-    on_device: Callable[[OnDevice], None]
+    on_device: Callable[[OnDevice], None] | None = None
+    joint: Joint | None = None
     kernel: Callable[[OnDevice], None] | None = None
     fill: str = ""
     counts: bool = True
@@ -94,6 +122,7 @@ class Algorithm:
 
     def rule(self, group: Group) -> _core.Rule:
         """How the kernel on the host updates ``group``."""
+        assert self.native is not None  # of others no kernel is called
         values = {name: group[name] for name in self.arguments}
         if "betas" in values:
             values["beta1"], values["beta2"] = values.pop("betas")

@@ -243,7 +243,8 @@ class OptimizerCheck:
 
     def _refuse_not_elementwise(self, optimizer: Optimizer) -> None:
         names = [c.__name__ for c in type(optimizer).__mro__]
-        reason = next((_NOT_ELEMENTWISE[n] for n in names if n in _NOT_ELEMENTWISE), "")
+        others = () if isinstance(optimizer, HostOptimizer) else names  # ours know of shards
+        reason = next((_NOT_ELEMENTWISE[n] for n in others if n in _NOT_ELEMENTWISE), "")
         if _NOT_FUSED & set(names) and any(group.get("fused") for group in optimizer.param_groups):
             reason = "torch has no fused kernel of it for DTensors; fused=False has the others"
         if reason and any(isinstance(p, DTensor) for p in self._own(optimizer)):

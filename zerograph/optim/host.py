@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 import zerograph._core as _core
 from zerograph.core import slots
 from zerograph.core.errors import UnsupportedError
-from zerograph.optim.algorithm import Algorithm, OnDevice
+from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
 from zerograph.optim.clip import groups_in, groups_of, over_ranks, power_sum
 from zerograph.optim.delayed import DelayedSteps
 from zerograph.optim.factor import Asked, Factor
 from zerograph.optim.forward import ForwardSteps
+from zerograph.optim.joint import JointUpdate
 from zerograph.optim.options import Options
 from zerograph.optim.overlap import EarlySteps
 from zerograph.optim.parts import GroupParts, Part, UpdateRow
@@ -92,10 +93,15 @@ class HostOptimizer(Optimizer):
         """Know nothing of parameters, states and updates."""
         self._layouts: dict[tuple[int, ...], GroupLayout] = {}
         self._streams: dict[tuple[int, ...], Stream] = {}  # by ``id`` of their parts
-        self._states = States(self, self.algorithm, self.master, self.moments, self._streams.clear)
+        self._states = States(self, self.algorithm_of, self.master, self.moments, self._streams.clear)
         self._running: PendingUpdate | None = None
         self.early = EarlySteps(self) if self.overlap is True else None
         self.late = DelayedSteps(self) if self.delayed else ForwardSteps(self) if self.overlap == "forward" else None
+
+    @classmethod
+    def algorithm_of(cls, group: Mapping[str, Any]) -> Algorithm:
+        """The algorithm that updates ``group``."""
+        return cls.algorithm
 
     @property
     def skipped(self) -> int:
@@ -254,7 +260,7 @@ class HostOptimizer(Optimizer):
             len(devices) == 1
             and all(row.layout.is_elsewhere for row in rows)
             and all(p is not None and p.is_complete(r.layout, r.grads) for p, r in zip(known, rows, strict=True))
-            and (self.algorithm.skips_on_device or not asked.may_skip)
+            and (not asked.may_skip or all(self.algorithm_of(row.group).skips_on_device for row in rows))
             and (asked.found_inf is None or asked.found_inf.device in devices)
         )
 
@@ -312,22 +318,25 @@ class HostOptimizer(Optimizer):
     def update(self, rows: Sequence[UpdateRow], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
         plans = self.prepare(rows)
+        joint = JointUpdate(self._joint_parts(plans, rows, factor), self._ranks(), self.store)
         calls, touched, stored, sources, passing = [], [], [], [], []
         for plan, row in zip(plans, rows, strict=True):
-            for part in plan.parts:
+            algorithm = self.algorithm_of(row.group)
+            for part in plan.parts if algorithm.joint is None else ():
                 own = row.grads.of(part.indices)
                 part.follow_copies()
                 touched.append((part, own))
                 if part.stored:
                     stored.append(Stored(part, plan.slots))
-                    sources.append((self.algorithm.rule(row.group), own))
+                    sources.append((algorithm.rule(row.group), own))
                 elif part.through_device:
-                    passing.append((part, row.group, self.algorithm.rule(row.group), own))
+                    passing.append((part, row.group, algorithm.rule(row.group), own))
                 elif part.tensors is None:
                     self._on_device(row.group, part, own, factor)
                 else:
                     tag = TAGS[part.grad_dtype]
-                    calls.append((self.algorithm.rule(row.group), part.tensors, own.addresses, tag, part.fresh))
+                    calls.append((algorithm.rule(row.group), part.tensors, own.addresses, tag, part.fresh))
+        joint.run(self.leave_half_done)  # before a stream reads what lies beside it on NVMe
         if calls or stored:
             _tell_target()
         streams = []
@@ -342,6 +351,23 @@ class HostOptimizer(Optimizer):
             return PendingUpdate(None, touched, streams, self._tell_updated)
         ticket = _core.update(calls, factor.number) if calls else None
         return PendingUpdate(ticket, touched, streams, self._tell_updated)
+
+    def _joint_parts(
+        self, plans: Sequence[GroupParts], rows: Sequence[UpdateRow], factor: Factor
+    ) -> Iterator[tuple[Algorithm, OnDevice, Gradients]]:
+        for plan, row in zip(plans, rows, strict=True):
+            algorithm = self.algorithm_of(row.group)
+            for part in plan.parts if algorithm.joint is not None else ():
+                own = row.grads.of(part.indices)
+                pairs = [(m, g) for m, g in zip(part.members, own.tensors, strict=True) if g is not None]
+                params = [row.layout.params[m.index] for m, _ in pairs]
+                given = OnDevice(row.group, part, [m for m, _ in pairs], [g for _, g in pairs], factor, params)
+                yield algorithm, given, own
+
+    def _ranks(self) -> RanksOf:
+        host = self.store.locations.host if self.store is not None else None
+        device = host.memory.device if host is not None else None
+        return RanksOf(self.communicator(), f"update by {type(self).__name__}", device)
 
     def leave_half_done(self, why: str) -> None:
         """An update ended half done: nothing goes on before a checkpoint is loaded."""
@@ -368,11 +394,13 @@ class HostOptimizer(Optimizer):
         if not pairs:
             return
         members, first = [m for m, _ in pairs], pairs[0][0]
-        kernel = self.algorithm.kernel_for(first.local, first.target.dtype)
+        algorithm = self.algorithm_of(group)
+        kernel = algorithm.kernel_for(first.local, first.target.dtype)
         if kernel is not None:
             kernel(OnDevice(group, part, members, [g for _, g in pairs], factor))
             return
-        self.algorithm.on_device(OnDevice(group, part, members, [g.to(m.target.dtype) for m, g in pairs], factor))
+        assert algorithm.on_device is not None  # it is not joint
+        algorithm.on_device(OnDevice(group, part, members, [g.to(m.target.dtype) for m, g in pairs], factor))
         if part.mastered:
             torch._foreach_copy_([m.local for m in members], [m.target for m in members])
 

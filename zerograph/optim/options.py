@@ -62,3 +62,15 @@ class Options:
             + ", which is not given" * (not self.delayed),
             "warmup=40 beside delayed=True, or leave it out",
         )
+
+
+def refuse_beside_programs(name: str, overlap: object, delayed: object, why: str) -> None:
+    """Raises:
+    ConfigError: the optimizer ``name`` was told to run updates beside programs, where it does what ``why`` says.
+    """
+    for argument, value in (("overlap", overlap), ("delayed", delayed)):
+        require(
+            value is False,
+            f"{name}({argument}={value!r:.80}): its update {why}, which no program can wait for",
+            f"leave {argument} out; AdamW and the other optimizers of zerograph.optim take it",
+        )

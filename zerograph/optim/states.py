@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerograph.core.errors import CheckpointError, UnsupportedError
-from zerograph.optim.algorithm import Algorithm
+from zerograph.optim.algorithm import Algorithm, Group
 from zerograph.optim.parts import GroupParts, Member, UpdateRow, parts_of
 from zerograph.optim.tensors import GroupLayout, uses_kernels
 from zerograph.runtime.offload.blocks import StatePlace
@@ -30,15 +30,15 @@ class States:
     def __init__(
         self,
         optimizer: Optimizer,
-        algorithm: Algorithm,
+        algorithm_of: Callable[[Group], Algorithm],
         master: torch.dtype | None,
         moments: torch.dtype | None,
         changed: Callable[[], None],
     ) -> None:
-        """``master`` and ``moments`` are the dtypes of :class:`~zerograph.optim.options.Options`; ``changed`` hears
-        when parts are gone."""
-        self._owner, self._algorithm, self._master, self._moments = weakref.ref(optimizer), algorithm, master, moments
-        self._changed = changed
+        """``algorithm_of`` finds that of a group; ``master`` and ``moments`` are the dtypes of
+        :class:`~zerograph.optim.options.Options`; ``changed`` hears when parts are gone."""
+        self._owner, self._algorithm_of = weakref.ref(optimizer), algorithm_of
+        self._master, self._moments, self._changed = master, moments, changed
         self.known: dict[tuple[int, ...], GroupParts] = {}
 
     @property
@@ -55,19 +55,21 @@ class States:
 
     def _parts(self, row: UpdateRow, states: set[int], store: ShardStore | None) -> GroupParts:
         key, group, layout, grads = row
-        state, slots = self._optimizer.state, self._algorithm.slots(group)
+        state, algorithm = self._optimizer.state, self._algorithm_of(group)
+        slots = algorithm.slots(group)
         plan = self.known.get(key)
         located = (store, store.locations.changes if store is not None else 0)
         if plan is None or not plan.holds(layout, slots, grads, states, located):
             known = plan.members_of(layout, state) if plan is not None else ()
             places = store.locations.places() if store is not None else {}
-            parts = parts_of(layout, grads, known, lambda i: self._member(layout, i, slots, store, places))
+            parts = parts_of(layout, grads, known, lambda i: self._member(algorithm, layout, i, slots, store, places))
             plan = self.known[key] = GroupParts(layout, slots, parts, state, located)
             self._changed()
         return plan
 
     def _member(
         self,
+        algorithm: Algorithm,
         layout: GroupLayout,
         index: int,
         slots: Sequence[str],
@@ -80,14 +82,14 @@ class States:
         if not local.numel() or not (slots or streamed or self._has_master(param)):
             place = None  # nothing to stream
         # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
-        if not (self._algorithm.counts or slots or self._has_master(param)):
+        if not (algorithm.counts or slots or self._has_master(param)):
             return Member(index, local, local, [], None, False, place, copy, streamed, through)
         state = self._optimizer.state[param]
-        if self._algorithm.counts:
-            at = local.device if self._algorithm.counts_on_device else torch.device("cpu")
+        if algorithm.counts:
+            at = local.device if algorithm.counts_on_device else torch.device("cpu")
             state["step"] = _counter(state.get("step", 0.0), at)
-        fresh = self._algorithm.starts_from_gradient and any(state.get(slot) is None for slot in slots)
-        dtype, fill = self.dtype(param), float(self._optimizer.defaults.get(self._algorithm.fill, 0.0))
+        fresh = algorithm.starts_from_gradient and any(state.get(slot) is None for slot in slots)
+        dtype, fill = self.dtype(param, algorithm), float(self._optimizer.defaults.get(algorithm.fill, 0.0))
         for slot in slots:
             made = state.get(slot)
             if place is not None and store is not None:
@@ -130,7 +132,7 @@ class States:
     def _has_master(self, param: Tensor) -> bool:
         return self._master is not None and param.dtype.itemsize < self._master.itemsize
 
-    def dtype(self, param: Tensor) -> torch.dtype:
+    def dtype(self, param: Tensor, algorithm: Algorithm) -> torch.dtype:
         """float32 on the host, whatever the parameter's dtype is; on devices that of the parameter, as torch has it."""
         local, moments = local_tensor(param), self._moments
         if uses_kernels(local):
@@ -138,7 +140,7 @@ class States:
         own = torch.float32 if self._has_master(param) else param.dtype
         if moments in (None, own):
             return own
-        if self._algorithm.kernel_for(local, own) is None:
+        if algorithm.kernel_for(local, own) is None:
             raise UnsupportedError(
                 f"moments={moments} for {own} on {param.device}: torch's fused kernels keep both alike",
                 "leave moments out there; on the host, and on GPUs with Triton, each choice works",

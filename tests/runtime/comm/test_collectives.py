@@ -20,7 +20,13 @@ from torch import Tensor
 from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
-from zerograph.runtime.comm.collectives import Communicator, GroupCommunicator, connect, together
+from zerograph.runtime.comm.collectives import (
+    Communicator,
+    GroupCommunicator,
+    connect,
+    sum_over_ranks,
+    together,
+)
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.rendezvous import Rendezvous
 
@@ -245,3 +251,55 @@ def test_without_a_meeting_nothing_is_compared(group: dist.ProcessGroup) -> None
     assert torch.equal(full, values(PARAMS[1])) and comm.steps == 7
     comm.abort("nobody hears it")
     comm.rejoin()
+
+
+def _exchanges(transport: str) -> None:
+    """Messages of all sizes, of none too, and two exchanges under way at once."""
+    comm, world, rank = opened(transport), dist.get_world_size(), dist.get_rank()
+    sizes = [[(3 * sender + 2 * receiver) % 4 * 1000 for receiver in range(world)] for sender in range(world)]
+    back = [list(column) for column in zip(*sizes, strict=True)]
+
+    def message(sender: int, receiver: int, of: list[list[int]]) -> Tensor:
+        return torch.full((of[sender][receiver],), 10 * sender + receiver, dtype=torch.uint8)
+
+    with together(comm, Entry("test", 1, 0)):
+        begun = [comm.start_exchange([message(rank, r, of) for r in range(world)], of) for of in (sizes, back)]
+        for of, pending in zip((sizes, back), begun, strict=True):
+            found = comm.finish_exchange(pending)
+            assert all(torch.equal(found[r], message(r, rank, of)) for r in range(world))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_each_rank_gets_the_messages_that_are_for_it(world: int, transport: str) -> None:
+    run(world, _exchanges, transport)
+
+
+def _exchange(comm: Communicator, fails: bool = False) -> int:
+    with together(comm, Entry("update", 1, 0)):
+        if fails:
+            raise RuntimeError("by its own")
+        return len(comm.finish_exchange(comm.start_exchange([torch.zeros(8, dtype=torch.uint8)] * 2, [[8, 8], [8, 8]])))
+
+
+def _fails_in_an_exchange(transport: str) -> None:
+    comm, rank = opened(transport), dist.get_rank()
+    with pytest.raises(RuntimeError, match="by its own" if rank else "rank 1.*by its own"):
+        _exchange(comm, fails=bool(rank))
+    assert _exchange(comm) == 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_exchange_ends_where_another_rank_fails(transport: str) -> None:
+    run(2, _fails_in_an_exchange, transport)
+
+
+def _sums() -> None:
+    comm = opened("auto")
+    rank = float(dist.get_rank())
+    total = sum_over_ranks(comm, torch.tensor([rank, 1.0, 0.5]), "test")
+    assert total.tolist() == [1.0, 2.0, 1.0] and sum_over_ranks(comm, torch.tensor(rank), "test") == 1.0
+
+
+def test_numbers_are_summed_one_by_one() -> None:
+    run(2, _sums)

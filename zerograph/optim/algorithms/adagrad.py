@@ -63,6 +63,6 @@ class Adagrad(HostOptimizer, torch.optim.Adagrad):
         options = Options(master, skip_nonfinite, overlap, delayed, warmup)
         super().__init__(params, options, lr, lr_decay, weight_decay, initial_accumulator_value, eps, **torchs)
         for param, state in self.state.items():  # torch has made sums in the parameters' dtype, which may round them
-            dtype = self._states.dtype(param)
+            dtype = self._states.dtype(param, ADAGRAD)
             if state["sum"].dtype.itemsize < dtype.itemsize:
                 state["sum"] = torch.full_like(param, initial_accumulator_value, dtype=dtype)

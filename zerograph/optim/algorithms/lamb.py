@@ -1,0 +1,176 @@
+"""LAMB (You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020): Adam's update of
+each tensor, scaled by the norm of its parameter over that of the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zerograph.core.arguments import require
+from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
+from zerograph.optim.clip import groups_in, groups_of, over_ranks, power_sums
+from zerograph.optim.host import HostOptimizer
+from zerograph.optim.options import Options, refuse_beside_programs
+from zerograph.runtime.comm.collectives import sum_over_ranks
+from zerograph.runtime.comm.joined import shards_of
+from zerograph.runtime.dtensors import Groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """The update of some members, before it is scaled."""
+
+    given: OnDevice
+    updates: list[Tensor]
+
+
+def _joint(given: Sequence[OnDevice], ranks: RanksOf) -> Callable[[], None]:
+    groups_of([param for own in given for param in own.params])  # refuses those that no ranks know the norms of
+
+    def run() -> None:
+        updates = [_Scaled(own, _moved(own)) for own in given if own.members]
+        # Learning rates of 0 change states only. DCP makes states by a step with them on some ranks, who may not wait
+        # for the others.
+        _apply([update for update in updates if float(update.given.group["lr"])], ranks)
+
+    return run
+
+
+def _moved(own: OnDevice) -> list[Tensor]:
+    """Move the states; returns Adam's update with weight decay."""
+    (beta1, beta2), states = own.group["betas"], own.states(0)
+    grads = [g.to(m.device, m.dtype) for g, m in zip(own.grads, states, strict=True)]
+    scale = own.factor.divisor(grads[0].device)
+    if scale is not None:
+        grads = list(torch._foreach_div(grads, scale.to(grads[0].dtype)))
+    torch._foreach_lerp_(states, grads, 1 - beta1)
+    torch._foreach_mul_(own.states(1), beta2)
+    torch._foreach_addcmul_(own.states(1), grads, grads, value=1 - beta2)
+    torch._foreach_add_(own.steps, 1)
+    counts = [float(step) for step in own.steps]
+    roots = list(torch._foreach_div(own.states(1), [1 - beta2**count for count in counts]))
+    torch._foreach_sqrt_(roots)
+    torch._foreach_add_(roots, float(own.group["eps"]))
+    updates = list(torch._foreach_div(states, [1 - beta1**count for count in counts]))
+    torch._foreach_div_(updates, roots)
+    if own.group["weight_decay"]:
+        torch._foreach_add_(updates, own.targets, alpha=float(own.group["weight_decay"]))
+    return updates
+
+
+def _apply(all_of: Sequence[_Scaled], ranks: RanksOf) -> None:
+    """Change all parameters, each by its update times the ratio of both norms."""
+    params = [param for one in all_of for param in one.given.params]
+    targets = [target for one in all_of for target in one.given.targets]
+    updates = [update for one in all_of for update in one.updates]
+    if not params:
+        return
+    norms = _squares(params, targets, updates, ranks).sqrt()
+    # Where one of them is 0 the update is Adam's.
+    ratios = torch.where((norms > 0).all(0), norms[0] / norms[1], 1.0)
+    begin = 0
+    for one in all_of:
+        own = ratios[begin : begin + len(one.updates)].to(one.updates[0])
+        torch._foreach_mul_(one.updates, list(own.unbind()))
+        torch._foreach_add_(one.given.targets, one.updates, alpha=-float(one.given.group["lr"]))
+        begin += len(one.updates)
+
+
+def _squares(params: Sequence[Tensor], targets: list[Tensor], updates: list[Tensor], ranks: RanksOf) -> Tensor:
+    """The sums of squares of all of each target and of each update: two rows. One reduction has those of all tensors
+    that are split over the same ranks."""
+    kinds: dict[Groups, list[int]] = {}
+    for place, groups in enumerate(groups_of(list(params))):
+        kinds.setdefault(groups, []).append(place)
+    device = targets[0].device
+    own = {
+        kind: torch.stack([power_sums([tensors[i] for i in places], 2.0).to(device) for tensors in (targets, updates)])
+        for kind, places in kinds.items()
+    }
+    found = targets[0].new_zeros(2, len(params), dtype=torch.float64)
+    for kind, sums in _over_ranks(own, params, ranks).items():
+        found[:, kinds[kind]] = sums.to(found)
+    return found
+
+
+def _over_ranks(own: dict[Groups, Tensor], params: Sequence[Tensor], ranks: RanksOf) -> dict[Groups, Tensor]:
+    groups, known = groups_in(own), {shards_of(p.device_mesh) for p in params if isinstance(p, DTensor)}
+    ours = next((group for group in groups if group in known), None)
+    found = over_ranks(own, 2.0, [group for group in groups if group is not ours])
+    kinds = [kind for kind in found if ours is not None and ours in kind]
+    if kinds:
+        both = torch.cat([found[kind].double().reshape(-1) for kind in kinds])
+        if ranks.comm is not None:
+            both = sum_over_ranks(ranks.comm, both, ranks.program)
+        else:
+            dist.all_reduce(both, group=ours)
+        parts = both.split([found[kind].numel() for kind in kinds])
+        found |= {kind: part.view(found[kind].shape) for kind, part in zip(kinds, parts, strict=True)}
+    return found
+
+
+TRUSTED = Algorithm(
+    None,
+    arguments=(),
+    slots=lambda group: ("exp_avg", "exp_avg_sq"),
+    joint=_joint,
+)
+
+
+def _is_right(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> bool:
+    try:
+        values = lr >= 0 and eps >= 0 and weight_decay >= 0
+        return bool(values and len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
+    except (TypeError, RuntimeError):  # no numbers, or tensors of several
+        return False
+
+
+class LAMB(HostOptimizer):
+    """LAMB with bias correction; the trust ratio of a tensor is ``|parameter| / |update|``, and 1 where either is 0.
+
+    A step makes one pass over gradients and states. The norms of all tensors are summed over ranks in one reduction;
+    until then the updates are in memory, as large as this rank's part of the parameters in float32.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: often larger than AdamW's, with the batch.
+        betas: of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: times the parameter, a part of the update whose norm counts.
+        master, skip_nonfinite: as of :class:`zerograph.optim.Adam`.
+        overlap, delayed: False only, as an update needs the norms of all ranks.
+
+    Raises:
+        ConfigError: a negative value, a beta outside of [0, 1), or updates shall run beside programs.
+        UnsupportedError: in a step, a parameter that is a part of a sum, or parameters of several meshes.
+    """
+
+    algorithm = TRUSTED
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        master: torch.dtype | None = None,
+        skip_nonfinite: bool = True,
+        overlap: bool | str = False,
+        delayed: bool = False,
+    ) -> None:
+        refuse_beside_programs("LAMB", overlap, delayed, "needs norms of whole tensors")
+        require(
+            _is_right(lr, betas, eps, weight_decay),
+            f"LAMB(lr={lr!r:.80}, betas={betas!r:.80}, eps={eps!r:.80}, weight_decay={weight_decay!r:.80})",
+            "lr, eps and weight_decay are not negative, betas are two numbers of at least 0 and less than 1",
+        )
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, Options(master, skip_nonfinite), defaults)
