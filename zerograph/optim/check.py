@@ -250,7 +250,9 @@ class OptimizerCheck:
         if reason and any(isinstance(p, DTensor) for p in self._own(optimizer)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} cannot update parameters that are split over ranks: {reason}",
-                "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0",
+                "zerograph.optim.Muon brings each to one rank"
+                if "Muon" in names
+                else "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0",
             )
 
     def _refuse_replaced(self, optimizer: Optimizer) -> None:
