@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerograph.api import Backend
@@ -42,7 +43,7 @@ class Graph:
 
     Attributes:
         joint: of a call that trains; of one without gradients its graph.
-        inputs: of each input the parameter's or buffer's name, or the place among the arguments.
+        inputs: of each input the parameter's or buffer's name, or the place among the arguments; a mesh is itself.
         rows: places of inputs that are sharded parameters.
         plain, ends_at_break: see :class:`~zerograph.compiler.frame.Frame`.
         trains: whether there is a backward.
@@ -50,7 +51,7 @@ class Graph:
     """
 
     joint: Joint
-    inputs: tuple[str | int, ...]
+    inputs: tuple[str | int | DeviceMesh, ...]
     rows: tuple[int, ...]
     plain: Sequence[Plain]
     ends_at_break: bool
@@ -74,7 +75,7 @@ class Graph:
 
     def call(self, executors: Mapping[str, Executor], named: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
         """What the model returns for the arguments ``given``, of parameters and buffers by name."""
-        read = [given[i] if isinstance(i, int) else named[i] for i in self.inputs]
+        read = [given[i] if isinstance(i, int) else named[i] if isinstance(i, str) else i for i in self.inputs]
         if self.trains:
             run = functools.partial(_Step.apply, executors["forward"], executors["backward"])
             return _exchanging(run, self.rows)(*read)
@@ -105,7 +106,7 @@ def trace(backend: Backend, model: nn.Module, params: Mapping[str, nn.Parameter]
         with without_gc():
             joint = joint_of(gm, rows) if trains else _inference_of(gm, rows)
         assert joint is not None, "nothing of it trains"
-        names = tuple(known[id(x)] for x in inputs)
+        names = tuple(x if isinstance(x, DeviceMesh) else known[id(x)] for x in inputs)
         found.append(Graph(joint, names, places, frame.plain, frame.ends_at_break, trains))
         return lambda *_: outputs
 
@@ -118,14 +119,14 @@ def trace(backend: Backend, model: nn.Module, params: Mapping[str, nn.Parameter]
 class TracedOnce:
     """As ``torch.compile(model, backend=backend)``, of a model that is traced once in a process, for all like it.
 
-    The model returns one tensor. What its class is called with, and what a backend's options change of graphs, tells
-    which models are alike; Dynamo's guards check nothing.
+    The model returns one tensor. Its class, the tensors it is called with, the options of its backend that change
+    graphs, and ``kind``, for what hooks change of a model, tell which models are alike; Dynamo's guards check nothing.
     """
 
     _graphs: dict[Any, Graph] = {}
 
-    def __init__(self, model: nn.Module, backend: Backend) -> None:
-        self.model, self.backend = model, backend
+    def __init__(self, model: nn.Module, backend: Backend, kind: Any = None) -> None:
+        self.model, self.backend, self.kind = model, backend, kind
         self._loaded: dict[Any, tuple[Graph, dict[str, Executor]]] = {}
 
     def __call__(self, *given: Tensor) -> Tensor:
@@ -149,7 +150,8 @@ class TracedOnce:
         leaves = ranks.size == 1 and config.offloads  # else a lone rank splits nothing
         options = config.sharding == 0, config.dtype, config.reduce_dtype, config.loss_only, leaves
         # Ranks of other numbers have other shards.
-        return type(self.model), self.model.training, torch.is_grad_enabled(), ranks.size, options, values
+        model = type(self.model), self.kind, self.model.training
+        return model, torch.is_grad_enabled(), ranks.size, options, values
 
     def _load(
         self, key: Any, params: Mapping[str, nn.Parameter], given: Sequence[Tensor]
