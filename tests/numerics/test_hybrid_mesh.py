@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from toy import VOCABULARY, Toy
+from traced import TracedOnce
 
 import zerograph
 from zerograph.core.errors import RankError
@@ -85,7 +86,7 @@ def tokens(generator: torch.Generator, rows: int) -> tuple[Tensor, ...]:
     return (torch.randint(0, VOCABULARY, (rows,), generator=generator),)
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x).float(), x)
 
 
@@ -114,7 +115,8 @@ def test_stages_train_like_pytorch(transport: str) -> None:
 
 
 class Training:
-    """Ours, or with ``stage`` None plain PyTorch on the whole batch."""
+    """Ours, of a model that is traced once in a process unless it is ``broken``, or with ``stage`` None plain PyTorch on
+    the whole batch."""
 
     def __init__(
         self,
@@ -126,6 +128,7 @@ class Training:
     ) -> None:
         torch._dynamo.reset()
         self.model, self.backend, self.losses = build(broken), None, list[float]()
+        self.compiled: Any = self.model
         if stage is None:
             for value in self.model.state_dict(keep_vars=True).values():
                 dist.broadcast(value.data, 0)
@@ -133,12 +136,15 @@ class Training:
         else:
             options = {"compute": "eager", "bucket_size": "200B", "mesh": mesh or grid(), **options}
             self.backend = zerograph.backend(stage=stage, **options)
-            self.model.compile(backend=self.backend)
+            if broken:
+                self.model.compile(backend=self.backend)
+            else:
+                self.compiled = TracedOnce(self.model, self.backend, tuple(self.backend.config.mesh.shape))
         self.optimizer = optimizer(self.model)
 
     def backward(self, seed: int, scale: float = 1.0) -> None:
         (whole,) = tokens(seeded(seed), 3 * WORLD)
-        loss = loss_of(self.model, whole if self.backend is None else mine([whole])[0])
+        loss = loss_of(self.compiled, whole if self.backend is None else mine([whole])[0])
         (loss * scale).backward()
         self.losses.append((loss if self.backend is None else mean_over_ranks(loss)).item())
 
