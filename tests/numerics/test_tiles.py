@@ -204,7 +204,7 @@ NETS = pytest.mark.parametrize("net", TILABLE, ids=lambda net: net.__name__)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_tiles_train_as_untiled_parameters(world_size: int, net: type[nn.Module], tmp_path: Path) -> None:
     tiled, untiled = (planned(tmp_path / f"{tiles}.json", world_size, tiles, net=net) for tiles in (3, 1))
-    script = partial(trains, 20)
+    script = partial(trains, 6)
     assert_close(*(trained(plan, world_size, net, script) for plan in (tiled, untiled)))
 
 
