@@ -14,11 +14,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.slow
 def test_a_layer_of_a_gibibyte_trains_in_less(tmp_path: Path) -> None:
-    command = [sys.executable, "09_giant_layer.py", str(tmp_path), "1", "4"]
+    command = [sys.executable, "09_giant_layer.py", str(tmp_path), "1", "2"]
     done = subprocess.run(command, check=False, cwd=EXAMPLES, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert len(losses) == 2 and losses[-1] < losses[0]
     # Beside torch and the native core, which take 0.4 (0.7 of a build for CUDA); the whole gradient alone would be one.
     most = 0.55 + _imported()
     assert all(float(found) < most for found in re.findall(r"most ([\d.]+) GiB", done.stdout)), done.stdout
