@@ -166,33 +166,43 @@ def test_a_random_plan_gives_the_same_bits(world: int, seed: int, tmp_path: Path
     assert_alike(train(world, 3, **options), kept, f"seed {seed}")
 
 
-def _of_transformers(folder: str) -> None:
-    transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
+def _llama(transformers: Any) -> Any:
     small = {"vocab_size": 67, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    llama = transformers.LlamaConfig(**small, num_hidden_layers=6, num_key_value_heads=1)
-    gpt2 = transformers.GPT2Config(vocab_size=67, n_embd=16, n_layer=1, n_head=2, n_positions=32)
-    for make, compute in (
-        (lambda: transformers.LlamaForCausalLM(llama), "eager"),  # of six layers four are traced; keys are returned
-        (lambda: transformers.GPT2LMHeadModel(gpt2), "inductor"),  # with dropout
-    ):
-        found = []
-        for more in ({}, {"activations": "nvme", "path": folder}):
-            torch._dynamo.reset()
-            torch.manual_seed(0)
-            net = make().train()
-            backend = zerograph.backend(stage=3, compute=compute, **more)
-            net.compile(backend=backend)
-            for step in range(2):
-                torch.manual_seed(step)
-                ids = torch.randint(1, 67, (2, 9), generator=seeded(step))
-                loss = net(input_ids=ids, labels=ids).loss
-                loss.backward()
-            found.append((loss.item(), {name: full(p.grad) for name, p in net.named_parameters()}))
-        assert found[0][0] == found[1][0]
-        assert_same(found[0][1], found[1][1])
-        assert backend._store.saved.bytes > 0
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, num_hidden_layers=6, num_key_value_heads=1))
+
+
+def _gpt2(transformers: Any) -> Any:
+    sizes = {"vocab_size": 67, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def _of_transformers(folder: str, make: Any, compute: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
+    found = []
+    for more in ({}, {"activations": "nvme", "path": folder}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = make(transformers).train()
+        backend = zerograph.backend(stage=3, compute=compute, **more)
+        net.compile(backend=backend)
+        for step in range(2):
+            torch.manual_seed(step)
+            ids = torch.randint(1, 67, (2, 9), generator=seeded(step))
+            loss = net(input_ids=ids, labels=ids).loss
+            loss.backward()
+        found.append((loss.item(), {name: full(p.grad) for name, p in net.named_parameters()}))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+    assert backend._store.saved.bytes > 0
 
 
 @pytest.mark.slow
-def test_models_of_transformers(tmp_path: Path) -> None:
-    run(2, _of_transformers, str(tmp_path), timeout=300)
+@pytest.mark.parametrize(
+    ("world", "make", "compute"),
+    [
+        (1, _llama, "eager"),  # of six layers four are traced; keys are returned
+        (2, _gpt2, "inductor"),  # with dropout
+    ],
+)
+def test_models_of_transformers(world: int, make: Any, compute: str, tmp_path: Path) -> None:
+    run(world, _of_transformers, str(tmp_path), make, compute, timeout=300)
