@@ -106,7 +106,7 @@ def _hooks(training: Training) -> None:
 
 
 def _other_sizes(training: Training) -> None:
-    """Each is compiled anew, so several ranks, whose rooms are as that of one, have the larger one and the empty one."""
+    """Each is compiled anew: several ranks, whose rooms are as that of one, have the larger one and the empty one."""
     sizes = ((ROWS, LENGTH), (3 * ROWS, LENGTH), (0, LENGTH), (1, 1), (ROWS, 3))
     for rows, length in sizes if torch.distributed.get_world_size() == 1 else sizes[:3]:
         training.loss(rows, length).backward()

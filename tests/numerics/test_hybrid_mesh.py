@@ -115,7 +115,7 @@ def test_stages_train_like_pytorch(transport: str) -> None:
 
 
 class Training:
-    """Ours, of a model that is traced once in a process unless it is ``broken``, or with ``stage`` None plain PyTorch on
+    """Ours, of a model that is traced once in a process unless it is ``broken``; with ``stage`` None plain PyTorch on
     the whole batch."""
 
     def __init__(
