@@ -198,15 +198,17 @@ def _trains(cases: list[Case]) -> None:
 
 
 def test_schedules_and_stages() -> None:
-    plain = [
-        Case(ScheduleGPipe, options={"stage": 0}),
+    cases = [
+        Case(ScheduleGPipe, once=True, options={"stage": 0}),
         Case(Schedule1F1B, options={"stage": 3, "compute": "inductor"}),
-        Case(ScheduleInterleaved1F1B, 2, options={"stage": 2}),
+        Case(Schedule1F1B, once=True, options={"stage": 3}),
+        Case(ScheduleInterleaved1F1B, 2, True, options={"stage": 2}),
         Case(ScheduleLoopedBFS, 2, options={"stage": 1, "recompute": "full"}),
     ]
-    run(WORLD, _trains, plain + [Case(c.schedule, c.chunks, True, options=c.options) for c in plain])
+    run(WORLD, _trains, cases)
 
 
+@pytest.mark.slow
 def test_zero_bubble_trains_though_backwards_run_twice(tmp_path: Path) -> None:
     nvme = {"offload": "parameters", "path": str(tmp_path)}
     cases = [Case(ScheduleInterleavedZeroBubble, 2), Case(ScheduleZBVZeroBubble, 2, optimizer=native, options=nvme)]
@@ -272,6 +274,7 @@ def _resumes(path: str, stages: int) -> tuple[list[float], Values]:
     return training.run(range(2, 4))
 
 
+@pytest.mark.slow
 def test_saved_by_stages_and_resumed_without(tmp_path: Path) -> None:
     path = str(tmp_path / "dcp")
     results = run(WORLD, _saves, path)
@@ -310,7 +313,7 @@ def _refuses() -> None:
         training.backward(0)
 
 
-def test_what_cannot_once_per_step_is_refused() -> None:
+def test_schedules_that_cannot_are_refused() -> None:
     run(WORLD, _refuses)
 
 
@@ -348,5 +351,6 @@ def _split_by_torch() -> None:
     assert [mean.item() / 2 for mean in ours] == (pytest.approx(losses, rel=1e-5) if stage.is_last else [])
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_that_torch_splits() -> None:
     run(WORLD, _split_by_torch)
