@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from numerics.compare import Values, full_values, seeded, sgd
+from numerics.compare import Values, full, full_values, seeded, sgd
 from ranks import run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -68,11 +68,13 @@ class Part(nn.Module):
         if number < parts - 1:
             self.head = None
 
+        self.skipped: tuple[str, ...] = ()
+
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
             x = self.embed(x)
-        for layer in self.layers.values():
-            x = layer(x)
+        for name, layer in self.layers.items():
+            x = layer(x) if name not in self.skipped else x
         return self.head(x) if self.head is not None else x
 
 
@@ -256,6 +258,35 @@ def test_gathered_once_and_reduced_once_per_step() -> None:
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 """Values of groups by parameter: a group's number means others on another stage."""
+
+
+def _skips() -> None:
+    """The last microbatch reads only the first layer of each stage."""
+    alone, skipped = Part(0, 1), ("1", "3")
+    for row in range(2 * MICROBATCHES):
+        alone.skipped = skipped if row % MICROBATCHES == MICROBATCHES - 1 else ()
+        tokens = batch(0)[row : row + 1]
+        (loss_of(alone(tokens), tokens) / (2 * MICROBATCHES)).backward()
+    wanted = {name: param.grad for name, param in alone.named_parameters()}
+    training = Training(Case(once=True))
+    (part,), stage = training.model, training.schedule._stage
+    forward = stage.forward_one_chunk
+
+    def forward_of(number: int, *args: Any, **kwargs: Any) -> Any:
+        part.skipped = skipped if number == MICROBATCHES - 1 else ()
+        return forward(number, *args, **kwargs)
+
+    stage.forward_one_chunk = forward_of
+    training.backward(0)
+    for name, param in part.named_parameters():
+        assert param.grad is not None, name
+        torch.testing.assert_close(
+            full(param.grad), wanted[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_a_layer_that_the_last_microbatch_skips() -> None:
+    run(WORLD, _skips)
 
 
 def _saves(path: str) -> tuple[list[float], Values]:
