@@ -172,6 +172,14 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(_backend_of(group, device).name())
 
 
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Where ``group`` communicates from: the current accelerator if it can, else the host. Seen in 2.13."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type not in {device.type for device in group._device_types}:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds that collectives of ``group`` wait for another rank: ``init_process_group(timeout=...)``, which cannot be
     asked. Seen in 2.11, 2.13."""

@@ -125,16 +125,17 @@ def together(comm: Communicator, entry: Entry) -> Iterator[None]:
         raise
 
 
-def sum_over_ranks(comm: Communicator, value: Tensor, program: str) -> Tensor:
+def sum_over_ranks(comm: Communicator, value: Tensor, program: str, names: Iterable[str] = ()) -> Tensor:
     """Sum over the ranks of a number, or of each of several in a vector of one length on all of them, who all call
     this: a ``program`` of its own, so they hear of one that failed.
 
-    Every rank adds up all values in the order of ranks, in float64, so all have the same sum.
+    Every rank adds up all values in the order of ranks, in float64, so all have the same sum. Ranks compare the
+    ``names`` of several.
     """
     double, shape = "float64", (comm.world_size, *value.shape)
     rows = Layout("rows", comm.world_size)
     param = Param(f"a number of the {program}", shape, double, double, double, False, rows)
-    with together(comm, Entry(program, sequence_of([param.name]), comm.steps)):
+    with together(comm, Entry(program, sequence_of([param.name, *names]), comm.steps)):
         (values,) = comm.finish_gather(comm.start_gather([param], [value.double().unsqueeze(0)]))
     return values.sum(0)
 

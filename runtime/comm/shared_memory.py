@@ -216,8 +216,7 @@ class SharedMemoryCommunicator:
         others = self.pool.take(self.world_size * largest)
         outs = [(own.data_ptr() if r == self.rank else others.data_ptr(), size) for r, size in enumerate(most)]
         self._finish("exchange matrices in", (), ticket, lambda wait: self.mailbox.finish_gather(ticket, outs, wait))
-        rows = own.view(self.world_size, most[self.rank])
-        return [row[:size] for row, size in zip(rows, pending.coming, strict=True)]
+        return [own.narrow(0, rank * most[self.rank], size) for rank, size in enumerate(pending.coming)]
 
     def abort(self, reason: str) -> None:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""

@@ -58,11 +58,11 @@ class GradientAccumulation:
     def one_schedule(self) -> Iterator[None]:
         """Inside, forwards and backwards follow each other in any order, and nobody changes a parameter."""
         self.schedules += 1
-        self.in_schedule = True
+        before, self.in_schedule = self.in_schedule, True
         try:
             yield
         finally:
-            self.in_schedule = False
+            self.in_schedule = before
 
     @property
     def state(self) -> tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:

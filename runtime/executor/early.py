@@ -81,7 +81,7 @@ class EarlyUpdates:
             ZeroGraphError: one of them is updated already, and its optimizer has not stepped since.
             ConfigError: one of them belongs to two optimizers that update inside of backwards.
         """
-        self._owners = self.owners()
+        self._owners = self._found()
         for each in dict.fromkeys(self._owners.values()):
             if each.backward not in (None, current_backward()):
                 each.abandon("a backward failed after it had updated parameters")
@@ -96,12 +96,7 @@ class EarlyUpdates:
                 )
         self._in_backward = kind == "backward"
 
-    def owners(self) -> dict[int, Updater]:
-        """By ``id`` of a parameter, the optimizer that updates it inside of backwards.
-
-        Raises:
-            ConfigError: two of them do.
-        """
+    def _found(self) -> dict[int, Updater]:
         owners, twice = self._owned()
         if twice is not None:
             gc.collect()  # optimizers are in reference cycles

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from numerics.compare import Values, full, full_values, seeded, sgd
+from numerics.compare import Values, assert_same, full, full_values, seeded, sgd
 from ranks import run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -112,6 +112,7 @@ class Case:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
     scales: bool = True  # gradients by the number of microbatches, else the loss does it
     options: dict[str, Any] = field(default_factory=dict)
+    shards: bool = True  # before the first call, which else does it
 
 
 class Training:
@@ -127,7 +128,8 @@ class Training:
         self.model = nn.ModuleList(Part(number, parts) for number in numbers)
         options = {"stage": 3, "compute": "eager", "bucket_size": "1KB", **case.options}
         self.backend = zerograph.backend(mesh=self.mesh["dp"], **options)
-        zerograph.shard(self.model, self.backend)
+        if case.shards:
+            zerograph.shard(self.model, self.backend)
         mine = []
         for part, number in zip(self.model, numbers, strict=True):
             part.compile(backend=self.backend)
@@ -297,6 +299,22 @@ def _saves(path: str) -> tuple[list[float], Values]:
     return training.run(range(2, 4))
 
 
+def _saves_parts(path: str) -> Values:
+    training = Training(Case(ScheduleInterleaved1F1B, 2, True))
+    training.step(0)
+    merged = {name: value for part in training.model for name, value in part.state_dict().items()}
+    dcp.save({"model": merged}, checkpoint_id=path)
+    return training.values()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_parts_of_a_rank_are_saved_together(tmp_path: Path) -> None:
+    values = run(WORLD, _saves_parts, str(tmp_path))[0]
+    alone = Part(0, 1)
+    dcp.load({"model": alone.state_dict()}, checkpoint_id=str(tmp_path))
+    assert_same(dict(alone.state_dict()), values)
+
+
 def _resumes(path: str, stages: int) -> tuple[list[float], Values]:
     training = Training(Case(), stages)
     states, moments = get_state_dict(training.model, training.optimizer, options=FLAT)
@@ -339,7 +357,12 @@ def _refuses() -> None:
     with pytest.raises(ConfigError):
         once_per_step(training.schedule, [training.backend])  # type: ignore[arg-type]
 
-    training = Training(Case(ScheduleInterleaved1F1B, 2, True, inside))
+    with pytest.raises(ConfigError, match="needs a schedule"):
+        once_per_step(training.model, training.backend)  # type: ignore[arg-type]
+    training = Training(Case(once=True))
+    with pytest.raises(ConfigError, match="no_sync"), training.backend.no_sync():
+        training.backward(0)
+    training = Training(Case(ScheduleInterleaved1F1B, 2, True, inside, shards=False))
     with pytest.raises(ConfigError, match="before the schedule divides gradients"):
         training.backward(0)
 

@@ -10,7 +10,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from zerograph.api import Backend, refuse_other_backends
-from zerograph.core.errors import ConfigError, UnsupportedError
+from zerograph.core.arguments import require
+from zerograph.core.errors import UnsupportedError
+from zerograph.optim.overlap import overlapping
 
 
 def once_per_step(schedule: PipelineScheduleSingle | PipelineScheduleMulti, backend: Backend) -> None:
@@ -25,17 +27,22 @@ def once_per_step(schedule: PipelineScheduleSingle | PipelineScheduleMulti, back
         backend: that all stages of this rank are compiled by.
 
     Raises:
-        ConfigError: ``backend`` is none of ours.
-            Its steps raise it where an optimizer updates inside of backwards, before the schedule divides gradients.
+        ConfigError: ``schedule`` is none of torch's, or ``backend`` none of ours. Its steps raise it inside of
+            ``no_sync``, and where an optimizer updates inside of backwards, before the schedule divides gradients.
         UnsupportedError: the schedule divides backwards into one for inputs and one for weights (zero bubble). Each
             would run the whole compiled backward.
     """
     refuse_other_backends(backend, "once_per_step")
+    require(
+        isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti),
+        f"once_per_step needs a schedule of torch.distributed.pipelining, got {type(schedule).__name__}",
+        "once_per_step(Schedule1F1B(stage, n_microbatches, loss_fn=loss_fn), backend)",
+    )
     _refuse_divided_backwards(schedule)
-    stages: Sequence[Any] = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+    stages: list[Any] = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
     for stage in stages:
         stage.backward_maybe_with_nosync = _reducing_last(stage, backend)
-    schedule.step = _one_schedule(schedule, backend)  # type: ignore[method-assign]
+    schedule.step = _one_schedule(schedule, stages, backend)  # type: ignore[method-assign]
 
 
 def _reducing_last(stage: PipelineStage, backend: Backend) -> Callable[..., Any]:
@@ -53,21 +60,34 @@ def _reducing_last(stage: PipelineStage, backend: Backend) -> Callable[..., Any]
     return run
 
 
-def _one_schedule(schedule: PipelineScheduleSingle | PipelineScheduleMulti, backend: Backend) -> Callable[..., Any]:
+def _one_schedule(schedule: Any, stages: Sequence[PipelineStage], backend: Backend) -> Callable[..., Any]:
     step = schedule.step
 
     @functools.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
-        for owner in backend._early.owners().values() if schedule.scale_grads else ():
-            raise ConfigError(
-                f"{owner}(overlap=True) updates inside of the backward, before the schedule divides gradients by the "
-                "number of microbatches",
-                "scale_grads=False for the schedule, and divide the loss; or leave overlap out",
-            )
+        if schedule._has_backward:
+            _refuse_beside(schedule, stages, backend)
         with backend._accumulation.one_schedule():
             return step(*args, **kwargs)
 
     return run
+
+
+def _refuse_beside(schedule: Any, stages: Sequence[PipelineStage], backend: Backend) -> None:
+    require(
+        not backend._accumulation.active,
+        "a schedule inside of backend.no_sync(): its last backwards reduce, as once_per_step says",
+        "more microbatches in one schedule; or several schedules with scale_grads=False, without no_sync()",
+    )
+    # By identity: the backend may not know its parameters yet.
+    own = {id(p) for stage in stages for p in stage.submod.parameters()}
+    for early in overlapping() if schedule.scale_grads else ():
+        require(
+            own.isdisjoint(map(id, early.params)),
+            f"{early}(overlap=True) updates inside of the backward, before the schedule divides gradients by the "
+            "number of microbatches",
+            "scale_grads=False for the schedule, and divide the loss; or leave overlap out",
+        )
 
 
 def _refuse_divided_backwards(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> None:

@@ -18,7 +18,7 @@ from zerograph.core.errors import UnsupportedError
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
 from zerograph.runtime.dtensors import Groups, groups_of_ranks, is_partial, split_over
 from zerograph.runtime.executor import late_gradients
-from zerograph.runtime.torch_private import local_tensor
+from zerograph.runtime.torch_private import group_device, local_tensor
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,6 @@ def clip_grad_norm_(
     local, kinds = [local_tensor(g) for g in grads], dict[Groups, list[Tensor]]()
     for own, groups in zip(local, groups_of(grads), strict=True):
         kinds.setdefault(groups, []).append(own)
-    if stages is not None and not kinds and params:  # the others add theirs up with ours
-        kinds[()] = [torch.zeros(1, device=params[0].device)]
     norm = _norm_over_ranks(kinds, order, stages).to(_precision(local))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -156,14 +154,15 @@ def _norm_over_ranks(
     # Powers, not norms, add up over ranks.
     own = {kind: power_sum(parts, p) for kind, parts in tensors.items()}
     powers = sorted(over_ranks(own, p, groups_in(own)).items(), key=lambda each: -len(each[0]))  # replicated ones last
-    if not powers:
-        return torch.zeros(())
-    precision = functools.reduce(torch.promote_types, {power.dtype for _, power in powers})
-    both = torch.stack([power.to(powers[0][1].device, precision) for _, power in powers])
-    total = both.max() if math.isinf(p) else both.sum()
-    if stages is not None:
-        total = total.double()  # whatever kernels took it by, on each of them
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=stages)
+    total = torch.zeros(())
+    if powers:
+        precision = functools.reduce(torch.promote_types, {power.dtype for _, power in powers})
+        both = torch.stack([power.to(powers[0][1].device, precision) for _, power in powers])
+        total = both.max() if math.isinf(p) else both.sum()
+    if stages is not None:  # stages may have gradients on other devices, of other dtypes, or none
+        there = total.to(group_device(stages), torch.float64)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=stages)
+        total = there.to(total.device)
     return total if math.isinf(p) else total ** (1.0 / p)
 
 

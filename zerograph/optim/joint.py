@@ -6,7 +6,7 @@ the host or NVMe are ordinary tensors here, and copies that programs gather of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,19 @@ from zerograph.optim.algorithm import Algorithm, Joint, OnDevice, RanksOf
 from zerograph.optim.tensors import Gradients
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.offload.shards import ShardStore
+
+
+def in_order(given: Sequence[OnDevice]) -> list[tuple[str, OnDevice, int]]:
+    """Names of all members, with their places, in one order on all ranks: parts have none, since a parameter of which a
+    rank has no rows has no states on NVMe there, and is in another part."""
+    groups = list(dict.fromkeys(id(own.group) for own in given))
+    found = [
+        (groups.index(id(own.group)), member.index, own, place)
+        for own in given
+        for place, member in enumerate(own.members)
+    ]
+    found.sort(key=lambda each: each[:2])
+    return [(f"parameter {index} of group {group}", own, place) for group, index, own, place in found]
 
 
 class JointUpdate:

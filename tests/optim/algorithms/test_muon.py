@@ -1,6 +1,6 @@
 """Muon is torch's on one process, and on several ranks the same to the bit, wherever parameters and states live.
 
-Tests ``optim/joint.py`` and ``optim/newton_schulz.py`` too.
+Tests ``optim/newton_schulz.py`` too.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from zerograph.core.arguments import require
 from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
 from zerograph.optim.clip import groups_in, groups_of, over_ranks, power_sums
 from zerograph.optim.host import HostOptimizer
+from zerograph.optim.joint import in_order
 from zerograph.optim.options import Options, refuse_beside_programs
 from zerograph.runtime.comm.collectives import sum_over_ranks
 from zerograph.runtime.comm.joined import shards_of
@@ -66,27 +67,30 @@ def _moved(own: OnDevice) -> list[Tensor]:
 
 def _apply(all_of: Sequence[_Scaled], ranks: RanksOf) -> None:
     """Change all parameters, each by its update times the ratio of both norms."""
-    params = [param for one in all_of for param in one.given.params]
-    targets = [target for one in all_of for target in one.given.targets]
-    updates = [update for one in all_of for update in one.updates]
-    if not params:
+    made = {id(one.given): one.updates for one in all_of}
+    ordered = in_order([one.given for one in all_of])
+    if not ordered:
         return
-    norms = _squares(params, targets, updates, ranks).sqrt()
+    params = [own.params[place] for _, own, place in ordered]
+    targets = [own.members[place].target for _, own, place in ordered]
+    updates = [made[id(own)][place] for _, own, place in ordered]
+    norms = _squares([name for name, _, _ in ordered], params, targets, updates, ranks).sqrt()
     # Where one of them is 0 the update is Adam's.
-    ratios = torch.where((norms > 0).all(0), norms[0] / norms[1], 1.0)
-    begin = 0
+    ratios = torch.where((norms > 0).all(0), norms[0] / norms[1], 1.0).unbind()
+    by_place = {(id(own), place): ratio for (_, own, place), ratio in zip(ordered, ratios, strict=True)}
     for one in all_of:
-        own = ratios[begin : begin + len(one.updates)].to(one.updates[0])
-        torch._foreach_mul_(one.updates, list(own.unbind()))
+        own = [by_place[id(one.given), place].to(update) for place, update in enumerate(one.updates)]
+        torch._foreach_mul_(one.updates, own)
         torch._foreach_add_(one.given.targets, one.updates, alpha=-float(one.given.group["lr"]))
-        begin += len(one.updates)
 
 
-def _squares(params: Sequence[Tensor], targets: list[Tensor], updates: list[Tensor], ranks: RanksOf) -> Tensor:
+def _squares(
+    names: list[str], params: list[Tensor], targets: list[Tensor], updates: list[Tensor], ranks: RanksOf
+) -> Tensor:
     """The sums of squares of all of each target and of each update: two rows. One reduction has those of all tensors
     that are split over the same ranks."""
     kinds: dict[Groups, list[int]] = {}
-    for place, groups in enumerate(groups_of(list(params))):
+    for place, groups in enumerate(groups_of(params)):
         kinds.setdefault(groups, []).append(place)
     device = targets[0].device
     own = {
@@ -94,12 +98,14 @@ def _squares(params: Sequence[Tensor], targets: list[Tensor], updates: list[Tens
         for kind, places in kinds.items()
     }
     found = targets[0].new_zeros(2, len(params), dtype=torch.float64)
-    for kind, sums in _over_ranks(own, params, ranks).items():
+    for kind, sums in _over_ranks(own, names, params, ranks).items():
         found[:, kinds[kind]] = sums.to(found)
     return found
 
 
-def _over_ranks(own: dict[Groups, Tensor], params: Sequence[Tensor], ranks: RanksOf) -> dict[Groups, Tensor]:
+def _over_ranks(
+    own: dict[Groups, Tensor], names: Sequence[str], params: Sequence[Tensor], ranks: RanksOf
+) -> dict[Groups, Tensor]:
     groups, known = groups_in(own), {shards_of(p.device_mesh) for p in params if isinstance(p, DTensor)}
     ours = next((group for group in groups if group in known), None)
     found = over_ranks(own, 2.0, [group for group in groups if group is not ours])
@@ -107,7 +113,7 @@ def _over_ranks(own: dict[Groups, Tensor], params: Sequence[Tensor], ranks: Rank
     if kinds:
         both = torch.cat([found[kind].double().reshape(-1) for kind in kinds])
         if ranks.comm is not None:
-            both = sum_over_ranks(ranks.comm, both, ranks.program)
+            both = sum_over_ranks(ranks.comm, both, ranks.program, names)
         else:
             dist.all_reduce(both, group=ours)
         parts = both.split([found[kind].numel() for kind in kinds])
@@ -135,7 +141,8 @@ class LAMB(HostOptimizer):
     """LAMB with bias correction; the trust ratio of a tensor is ``|parameter| / |update|``, and 1 where either is 0.
 
     A step makes one pass over gradients and states. The norms of all tensors are summed over ranks in one reduction;
-    until then the updates are in memory, as large as this rank's part of the parameters in float32.
+    until then the updates are in memory, as large as this rank's part of the parameters in float32, and while they are
+    made as much again or twice as much.
 
     Args:
         params: parameters, or groups of them.

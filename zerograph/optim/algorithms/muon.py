@@ -22,6 +22,7 @@ from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
 from zerograph.optim.algorithms.adam import ADAM
 from zerograph.optim.host import HostOptimizer
+from zerograph.optim.joint import in_order
 from zerograph.optim.matrices import SENT, SplitMatrix, here, on_owners
 from zerograph.optim.newton_schulz import Iterations, orthogonalized
 from zerograph.optim.options import Options, refuse_beside_programs
@@ -71,18 +72,17 @@ def _ratio(adjust: _AdjustLr | None, rows: int, columns: int) -> float:
 def _joint(given: Sequence[OnDevice], ranks: RanksOf) -> Any:
     alike: dict[Iterations, tuple[list[SplitMatrix], list[SplitMatrix]]] = {}
     still = list[_Update]()
-    for own in given:
+    for name, own, place in in_order(given):
         iterations = Iterations(tuple(own.group["ns_coefficients"]), own.group["ns_steps"], own.group["eps"])
-        kinds = alike.setdefault(iterations, ([], []))
-        for place, param in enumerate(own.params):
-            is_split = _is_split(param, ranks)
-            update = _Update(own, place, ranks.device or own.members[place].local.device)
-            if not float(own.group["lr"]):
-                still.append(update)
-                continue
-            rows, columns = param.shape
-            name, cost = f"matrix {place}", iterations.cost(rows, columns)
-            kinds[is_split].append(SplitMatrix(name, (rows, columns), cost, update.rows, update.put))
+        kinds, param = alike.setdefault(iterations, ([], [])), own.params[place]
+        is_split = _is_split(param, ranks)
+        update = _Update(own, place, ranks.device or own.members[place].local.device)
+        if not float(own.group["lr"]):
+            still.append(update)
+            continue
+        rows, columns = param.shape
+        cost = iterations.cost(rows, columns)
+        kinds[is_split].append(SplitMatrix(name, (rows, columns), cost, update.rows, update.put))
 
     def run() -> None:
         # Learning rates of 0 change momentum only. DCP makes states by a step with them on some ranks, who may not wait
@@ -183,6 +183,14 @@ class Muon(HostOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, Options(master, skip_nonfinite), defaults)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. One of ``torch.optim.Muon`` does not say which groups are AdamW's: they stay so."""
+        rest = [group.get("use_muon", True) is False for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, is_adamws in zip(self.param_groups, rest, strict=True):
+            for name, value in {"use_muon": False, **_ADAMW}.items() if is_adamws else ():
+                group.setdefault(name, value)
 
     @classmethod
     def algorithm_of(cls, group: Mapping[str, Any]) -> Algorithm:
