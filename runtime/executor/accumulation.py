@@ -28,14 +28,13 @@ class GradientAccumulation:
     Attributes:
         active: whether gradients are held back.
         late: parameters whose held gradients others reduce.
-        schedules: of pipelines that were begun.
-        in_schedule: whether one of them runs.
+        schedule: stands for the schedule of a pipeline that runs; None outside of one.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         """``params`` are the outward parameters by name, now and later."""
         self.active = False
-        self.schedules, self.in_schedule = 0, False
+        self.schedule: object | None = None
         self.late: set[str] = set()
         self._params = params
         self._held: dict[_Part, tuple[Param, Tensor]] = {}
@@ -57,12 +56,11 @@ class GradientAccumulation:
     @contextmanager
     def one_schedule(self) -> Iterator[None]:
         """Inside, forwards and backwards follow each other in any order, and nobody changes a parameter."""
-        self.schedules += 1
-        before, self.in_schedule = self.in_schedule, True
+        before, self.schedule = self.schedule, object()
         try:
             yield
         finally:
-            self.in_schedule = before
+            self.schedule = before
 
     @property
     def state(self) -> tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:
@@ -200,7 +198,7 @@ class GradientAccumulation:
     def _flush_after_backward(self) -> None:
         backward = current_backward()
         # In a schedule other stages hold theirs until their own last backward.
-        if self._flushing != backward and not self.in_schedule:  # one that failed has not flushed
+        if self._flushing != backward and self.schedule is None:  # one that failed has not flushed
             self._flushing = backward
             after_backward(self._flush)
 

@@ -66,7 +66,7 @@ class GatheredCache:
         self._steps, self._accumulation = steps, accumulation
         self._full: dict[int, Mapping[str, Tensor]] = {}
         self._stale: set[int] = set()  # of these the buckets that the forward has not gathered anew yet
-        self._gathered_at = (-1, 0, 0)
+        self._gathered_at: tuple[int, int, object] = (-1, 0, None)
 
     @property
     def steps(self) -> int:
@@ -81,11 +81,11 @@ class GatheredCache:
 
         Ranks that met after an error may have different buckets resident: those of an older ``generation`` go.
         """
-        accumulation = self._accumulation
-        now = (self._steps.value, generation, accumulation.schedules)
+        schedule = self._accumulation.schedule
+        now = (self._steps.value, generation, schedule)
         # Any optimizer counts, not only those of the backend: a step of a foreign one may write to the same tensors.
         # Whether gradients are held may have to be read from a device: it is asked where it matters.
-        trusted = kind == "backward" or not self._full or accumulation.in_schedule or accumulation.open
+        trusted = kind == "backward" or not self._full or schedule is not None or self._accumulation.open
         if now != self._gathered_at or not trusted:
             self._gathered_at = now
             self._stale = set(self._full)

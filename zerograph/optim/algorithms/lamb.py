@@ -4,7 +4,6 @@ each tensor, scaled by the norm of its parameter over that of the update."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,22 +22,14 @@ from zerograph.runtime.comm.joined import shards_of
 from zerograph.runtime.dtensors import Groups
 
 
-@dataclass(frozen=True, slots=True)
-class _Scaled:
-    """The update of some members, before it is scaled."""
-
-    given: OnDevice
-    updates: list[Tensor]
-
-
 def _joint(given: Sequence[OnDevice], ranks: RanksOf) -> Callable[[], None]:
     groups_of([param for own in given for param in own.params])  # refuses those that no ranks know the norms of
 
     def run() -> None:
-        updates = [_Scaled(own, _moved(own)) for own in given if own.members]
+        moved = [(own, _moved(own)) for own in given if own.members]
         # Learning rates of 0 change states only. DCP makes states by a step with them on some ranks, who may not wait
         # for the others.
-        _apply([update for update in updates if float(update.given.group["lr"])], ranks)
+        _apply([(own, updates) for own, updates in moved if float(own.group["lr"])], ranks)
 
     return run
 
@@ -65,10 +56,10 @@ def _moved(own: OnDevice) -> list[Tensor]:
     return updates
 
 
-def _apply(all_of: Sequence[_Scaled], ranks: RanksOf) -> None:
+def _apply(all_of: Sequence[tuple[OnDevice, list[Tensor]]], ranks: RanksOf) -> None:
     """Change all parameters, each by its update times the ratio of both norms."""
-    made = {id(one.given): one.updates for one in all_of}
-    ordered = in_order([one.given for one in all_of])
+    made = {id(own): updates for own, updates in all_of}
+    ordered = in_order([own for own, _ in all_of])
     if not ordered:
         return
     params = [own.params[place] for _, own, place in ordered]
@@ -78,10 +69,9 @@ def _apply(all_of: Sequence[_Scaled], ranks: RanksOf) -> None:
     # Where one of them is 0 the update is Adam's.
     ratios = torch.where((norms > 0).all(0), norms[0] / norms[1], 1.0).unbind()
     by_place = {(id(own), place): ratio for (_, own, place), ratio in zip(ordered, ratios, strict=True)}
-    for one in all_of:
-        own = [by_place[id(one.given), place].to(update) for place, update in enumerate(one.updates)]
-        torch._foreach_mul_(one.updates, own)
-        torch._foreach_add_(one.given.targets, one.updates, alpha=-float(one.given.group["lr"]))
+    for own, updates in all_of:
+        torch._foreach_mul_(updates, [by_place[id(own), place].to(update) for place, update in enumerate(updates)])
+        torch._foreach_add_(own.targets, updates, alpha=-float(own.group["lr"]))
 
 
 def _squares(
