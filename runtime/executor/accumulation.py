@@ -211,8 +211,8 @@ class GradientAccumulation:
     def reduce_held(self, wanted: Callable[[Tensor], bool]) -> None:
         """Reduce gradients that are held for the parameters that are ``wanted``."""
         before = self.state
-        held_here = [param for param, _ in self._held.values() if param.name not in self.late]
-        held_here = [param for param in held_here if wanted(self._params[param.name])]
+        held = [param for param, _ in self._held.values()]
+        held_here = [p for p in held if p.name not in self.late and wanted(self._params[p.name])]
         found = [(param, self.withdraw(param)) for param in held_here]
         left = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
         if not left:

@@ -173,3 +173,35 @@ def pickled_and_back(model: nn.Module) -> None:
             local_tensor(param.data).zero_()
     file.seek(0)
     model.load_state_dict(torch.load(file, weights_only=False))
+
+
+def close(ours: tuple[list[float], Values], truth: tuple[list[float], Values], tolerance: float = 2e-5) -> None:
+    """Losses and values, where sums over ranks are in another order, so that the last bits differ."""
+    assert ours[0] == pytest.approx(truth[0], rel=1e-5)
+    assert ours[1].keys() == truth[1].keys()
+    for name, value in truth[1].items():
+        torch.testing.assert_close(ours[1][name], value, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Steps:
+    """A loop over steps, each on the batch of its number; a subclass has the model and takes a backward."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[float]
+
+    def backward(self, seed: int) -> None:
+        raise NotImplementedError
+
+    def values(self) -> Values:
+        return full_values(self.model)
+
+    def step(self, seed: int) -> None:
+        self.backward(seed)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, steps: range = range(3)) -> tuple[list[float], Values]:
+        for seed in steps:
+            self.step(seed)
+        return self.losses, self.values()

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from numerics import compare
 from numerics.compare import Values, assert_same, full, full_values, seeded, sgd
 from ranks import run
 from torch import Tensor, nn
@@ -115,7 +116,7 @@ class Case:
     shards: bool = True  # before the first call, which else does it
 
 
-class Training:
+class Training(compare.Steps):
     def __init__(self, case: Case, stages: int = 2) -> None:
         """``stages`` are ranks of a pipeline."""
         torch._dynamo.reset()
@@ -157,16 +158,6 @@ class Training:
             dist.all_reduce(loss, group=self.mesh["dp"].get_group())
             self.losses.append(self.scale * loss.item() / self.mesh["dp"].size())
 
-    def step(self, seed: int) -> None:
-        self.backward(seed)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def run(self, steps: range = range(3)) -> tuple[list[float], Values]:
-        for seed in steps:
-            self.step(seed)
-        return self.losses, self.values()
-
     def values(self) -> Values:
         """Of all parts, by their names in the whole model."""
         mine = {name.partition(".")[2]: value for name, value in full_values(self.model).items()}
@@ -176,12 +167,8 @@ class Training:
 
 
 def close(ours: tuple[list[float], Values], theirs: tuple[list[float], Values]) -> None:
-    """Losses are the last stage's; sums over microbatches and ranks are in another order."""
-    if ours[0]:
-        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
-    assert ours[1].keys() == theirs[1].keys()
-    for name, value in theirs[1].items():
-        torch.testing.assert_close(ours[1][name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    """Losses are the last stage's."""
+    compare.close((ours[0] or theirs[0], ours[1]), theirs, 1e-5)
 
 
 def native(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from numerics.compare import Values, assert_same, full, full_values, pickled_and_back, seeded
+from numerics.compare import Steps, Values, assert_same, close, full, full_values, pickled_and_back, seeded
 from ranks import run
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ def native(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return zerograph.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, **options)
 
 
-class Training:
+class Training(Steps):
     """Ours, or with ``stage`` None plain PyTorch on the whole batch; with ``once``, of a model that is traced once in a
     process, which takes most of a test's time on four ranks."""
 
@@ -159,24 +159,6 @@ class Training:
             dist.all_reduce(loss, group=self.mesh["dp"].get_group())
             loss /= self.mesh["dp"].size()
         self.losses.append(loss.item())
-
-    def step(self, seed: int) -> None:
-        self.backward(seed)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def run(self, steps: range = range(3)) -> tuple[list[float], Values]:
-        for seed in steps:
-            self.step(seed)
-        return self.losses, full_values(self.model)
-
-
-def close(ours: tuple[list[float], Values], truth: tuple[list[float], Values], tolerance: float = 2e-5) -> None:
-    """Sums over ranks are in another order, so that the last bits differ."""
-    assert ours[0] == pytest.approx(truth[0], rel=1e-5)
-    assert ours[1].keys() == truth[1].keys()
-    for name, value in truth[1].items():
-        torch.testing.assert_close(ours[1][name], value, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def _stages(plan: Plan, stages: tuple[int, ...]) -> None:

@@ -40,6 +40,13 @@ def give_gradients(params: Sequence[Tensor], step: int, scale: float = 1.0) -> N
         p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
 
 
+def give_wide_gradients(params: Sequence[Tensor], wide: Sequence[Tensor], step: int) -> None:
+    """As :func:`give_gradients`, and to ``wide`` ones the same in float32."""
+    give_gradients(params, step)
+    for p, own in zip(wide, params, strict=True):
+        p.grad = own.grad.float()
+
+
 def train(optimizer: torch.optim.Optimizer, steps: int, start: int = 0, **step: Any) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for i in range(start, start + steps):

@@ -11,11 +11,14 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import zerograph._core as _core
 from zerograph.core.arguments import number, require, require_flag
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
+from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks
+from zerograph.runtime.comm.joined import shards_of
 from zerograph.runtime.dtensors import Groups, groups_of_ranks, is_partial, split_over
 from zerograph.runtime.executor import late_gradients
 from zerograph.runtime.torch_private import group_device, local_tensor
@@ -140,6 +143,23 @@ def over_ranks(powers: Mapping[Groups, Tensor], p: float, groups: Iterable[dist.
 def groups_in(kinds: Iterable[Groups]) -> list[dist.ProcessGroup]:
     """Each group once; of a mesh, the last axis first."""
     return list(dict.fromkeys(itertools.chain.from_iterable(map(reversed, sorted(kinds, key=len, reverse=True)))))
+
+
+def our_group(groups: Iterable[dist.ProcessGroup], tensors: Iterable[Tensor]) -> dist.ProcessGroup | None:
+    """Of ``groups`` the one over which ZeroGraph shards ``tensors``, along which its communicator sums; None where none
+    does."""
+    known = {shards_of(tensor.device_mesh) for tensor in tensors if isinstance(tensor, DTensor)}
+    return next((group for group in groups if group in known), None)
+
+
+def over_our_ranks(
+    value: Tensor, comm: Communicator | None, group: dist.ProcessGroup | None, program: str, names: Iterable[str] = ()
+) -> Tensor:
+    """``value`` added up over the ranks of :func:`our_group`: as a ``program`` of ``comm``, where a backend has one."""
+    if comm is not None:
+        return sum_over_ranks(comm, value, program, names)
+    dist.all_reduce(value, group=group)
+    return value
 
 
 def _norm_over_ranks(

@@ -15,16 +15,14 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zerograph._core as _core
 from zerograph.core import slots
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
-from zerograph.optim.clip import groups_in, groups_of, over_ranks, power_sum
+from zerograph.optim.clip import groups_in, groups_of, our_group, over_our_ranks, over_ranks, power_sum
 from zerograph.optim.delayed import DelayedSteps
 from zerograph.optim.factor import Asked, Factor
 from zerograph.optim.forward import ForwardSteps
@@ -38,8 +36,7 @@ from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of
 from zerograph.optim.through_device import ThroughDevice
 from zerograph.optim.torch_private import hooked_step, tell_failed_step
 from zerograph.optim.update import PendingUpdate
-from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks
-from zerograph.runtime.comm.joined import shards_of
+from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.dtensors import Groups
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import StepCount
@@ -284,19 +281,15 @@ class HostOptimizer(Optimizer):
         groups_of(list(split.values()))  # refuses several meshes
         # To the device over which its group communicates; a number of the host's is none to wait for.
         squares = {over: _on(local_tensor(like).device, self._squares(rows, over)) for over, like in split.items()}
-        groups, known = groups_in(squares), {shards_of(p.device_mesh) for p in split.values() if isinstance(p, DTensor)}
-        ours = next((group for group in groups if group in known), None)
+        groups = groups_in(squares)
+        ours = our_group(groups, split.values())
         squares = over_ranks(squares, 2.0, [group for group in groups if group is not ours])
         replicated = self._squares(rows, ())
         rest = [value for over, value in squares.items() if ours not in over]
         own = [value for over, value in squares.items() if ours in over]
         total = sum(own[1:], own[0]) if own else torch.zeros((), dtype=torch.float64)
         if own:
-            ranks = self.communicator()
-            if ranks is not None:
-                total = sum_over_ranks(ranks, total, f"update by {type(self).__name__}")
-            else:
-                dist.all_reduce(total, group=ours)
+            total = over_our_ranks(total, self.communicator(), ours, f"update by {type(self).__name__}")
         return total, sum(rest, replicated.to(rest[0].device) if rest else replicated)
 
     def _squares(self, rows: Sequence[UpdateRow], over: Groups) -> Tensor:

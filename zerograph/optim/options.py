@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -74,3 +75,21 @@ def refuse_beside_programs(name: str, overlap: object, delayed: object, why: str
             f"{name}({argument}={value!r:.80}): its update {why}, which no program can wait for",
             f"leave {argument} out; AdamW and the other optimizers of zerograph.optim take it",
         )
+
+
+def are_right(values: Mapping[str, Any], **checks: Callable[[Any], bool]) -> bool:
+    """Whether each of ``checks`` holds for the value of its name."""
+    try:
+        return all(check(values[name]) for name, check in checks.items())
+    except (TypeError, RuntimeError):  # no numbers, or tensors of several
+        return False
+
+
+def is_at_least_0(value: Any) -> bool:
+    """For :func:`are_right`."""
+    return bool(value >= 0)
+
+
+def are_betas(value: Any) -> bool:
+    """For :func:`are_right`: two numbers in [0, 1)."""
+    return len(value) == 2 and all(0 <= beta < 1 for beta in value)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from numerics.test_offload import Run, _each_equal, _resumed, _same
-from optim.training import assert_close, give_gradients, parameters, train
+from optim.training import assert_close, give_gradients, give_wide_gradients, parameters, train
 from ranks import run
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -86,9 +86,7 @@ def test_low_precision_with_masters() -> None:
     its = [nn.Parameter(p.detach().float()) for p in its]
     ours, plain = native.LAMB(mine, master=torch.float32), Plain(its)
     for step in range(4):
-        give_gradients(mine, step)
-        for p, own in zip(its, mine, strict=True):
-            p.grad = own.grad.float()
+        give_wide_gradients(mine, its, step)
         ours.step()
         plain.step()
     assert_close([ours.state[p]["master"] for p in mine], its, 0, 1e-6)
@@ -129,9 +127,9 @@ def _as_plain() -> list[int]:
     """At stage 0 each rank updates whole tensors; all stages have the same gradients."""
     whole = Run(plain, stage=0)
     _accumulates(whole)
-    counts, real, ends = list[int](), module.sum_over_ranks, []
+    counts, real, ends = list[int](), module.over_our_ranks, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "sum_over_ranks", lambda *given: counts.append(given[1].numel()) or real(*given))
+        patch.setattr(module, "over_our_ranks", lambda *given: counts.append(given[0].numel()) or real(*given))
         for stage in (1, 3):
             training = Run(of, stage=stage)
             _accumulates(training)

@@ -7,18 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerograph.core.arguments import require
 from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
-from zerograph.optim.clip import groups_in, groups_of, over_ranks, power_sums
+from zerograph.optim.clip import groups_in, groups_of, our_group, over_our_ranks, over_ranks, power_sums
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.joint import in_order
-from zerograph.optim.options import Options, refuse_beside_programs
-from zerograph.runtime.comm.collectives import sum_over_ranks
-from zerograph.runtime.comm.joined import shards_of
+from zerograph.optim.options import Options, are_betas, are_right, is_at_least_0, refuse_beside_programs
 from zerograph.runtime.dtensors import Groups
 
 
@@ -96,16 +92,13 @@ def _squares(
 def _over_ranks(
     own: dict[Groups, Tensor], names: Sequence[str], params: Sequence[Tensor], ranks: RanksOf
 ) -> dict[Groups, Tensor]:
-    groups, known = groups_in(own), {shards_of(p.device_mesh) for p in params if isinstance(p, DTensor)}
-    ours = next((group for group in groups if group in known), None)
+    groups = groups_in(own)
+    ours = our_group(groups, params)
     found = over_ranks(own, 2.0, [group for group in groups if group is not ours])
     kinds = [kind for kind in found if ours is not None and ours in kind]
     if kinds:
         both = torch.cat([found[kind].double().reshape(-1) for kind in kinds])
-        if ranks.comm is not None:
-            both = sum_over_ranks(ranks.comm, both, ranks.program, names)
-        else:
-            dist.all_reduce(both, group=ours)
+        both = over_our_ranks(both, ranks.comm, ours, ranks.program, names)
         parts = both.split([found[kind].numel() for kind in kinds])
         found |= {kind: part.view(found[kind].shape) for kind, part in zip(kinds, parts, strict=True)}
     return found
@@ -117,14 +110,6 @@ TRUSTED = Algorithm(
     slots=lambda group: ("exp_avg", "exp_avg_sq"),
     joint=_joint,
 )
-
-
-def _is_right(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> bool:
-    try:
-        values = lr >= 0 and eps >= 0 and weight_decay >= 0
-        return bool(values and len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
-    except (TypeError, RuntimeError):  # no numbers, or tensors of several
-        return False
 
 
 class LAMB(HostOptimizer):
@@ -164,10 +149,11 @@ class LAMB(HostOptimizer):
         delayed: bool = False,
     ) -> None:
         refuse_beside_programs("LAMB", overlap, delayed, "needs norms of whole tensors")
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         require(
-            _is_right(lr, betas, eps, weight_decay),
+            are_right(defaults, lr=is_at_least_0, eps=is_at_least_0, weight_decay=is_at_least_0, betas=are_betas),
             f"LAMB(lr={lr!r:.80}, betas={betas!r:.80}, eps={eps!r:.80}, weight_decay={weight_decay!r:.80})",
             "lr, eps and weight_decay are not negative, betas are two numbers of at least 0 and less than 1",
         )
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        defaults["betas"] = tuple(betas)
         super().__init__(params, Options(master, skip_nonfinite), defaults)

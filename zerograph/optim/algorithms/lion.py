@@ -11,7 +11,7 @@ import zerograph._core as _core
 from zerograph.core.arguments import require, require_flag
 from zerograph.optim.algorithm import Algorithm, OnDevice
 from zerograph.optim.host import HostOptimizer
-from zerograph.optim.options import Options
+from zerograph.optim.options import Options, are_betas, are_right, is_at_least_0
 
 
 def _on_device(own: OnDevice) -> None:
@@ -35,13 +35,6 @@ LION = Algorithm(
     on_device=_on_device,
     counts=False,
 )
-
-
-def _is_right(lr: Any, betas: Any, weight_decay: Any) -> bool:
-    try:
-        return bool(lr >= 0 and weight_decay >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
-    except (TypeError, RuntimeError):  # no numbers, or tensors of several
-        return False
 
 
 class Lion(HostOptimizer):
@@ -75,11 +68,12 @@ class Lion(HostOptimizer):
         delayed: bool = False,
         warmup: int = 0,
     ) -> None:
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         require(
-            _is_right(lr, betas, weight_decay),
+            are_right(defaults, lr=is_at_least_0, weight_decay=is_at_least_0, betas=are_betas),
             f"Lion(lr={lr!r:.80}, betas={betas!r:.80}, weight_decay={weight_decay!r:.80})",
             "lr and weight_decay are not negative, betas are two numbers of at least 0 and less than 1",
         )
         require_flag("maximize", maximize, "True goes up the gradient")
-        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
+        defaults["betas"] = tuple(betas)
         super().__init__(params, Options(master, skip_nonfinite, overlap, delayed, warmup), defaults)

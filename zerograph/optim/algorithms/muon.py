@@ -25,7 +25,7 @@ from zerograph.optim.host import HostOptimizer
 from zerograph.optim.joint import in_order
 from zerograph.optim.matrices import SENT, SplitMatrix, here, on_owners
 from zerograph.optim.newton_schulz import Iterations, orthogonalized
-from zerograph.optim.options import Options, refuse_beside_programs
+from zerograph.optim.options import Options, are_betas, are_right, is_at_least_0, refuse_beside_programs
 from zerograph.runtime.comm.joined import our_axes
 from zerograph.runtime.dtensors import is_replicated, is_split_by_rows, shard_ranks
 
@@ -219,7 +219,7 @@ class Muon(HostOptimizer):
 
 def _check_adamw(group: Mapping[str, Any]) -> None:
     require(
-        _all(group, lr=_at_least_0, eps=_at_least_0, weight_decay=_at_least_0, betas=_betas),
+        are_right(group, lr=is_at_least_0, eps=is_at_least_0, weight_decay=is_at_least_0, betas=are_betas),
         f"a group of Muon with use_muon=False and {_shown(group, *_ADAMW)}",
         "lr, eps and weight_decay are not negative, betas are two numbers of at least 0 and less than 1",
     )
@@ -228,14 +228,14 @@ def _check_adamw(group: Mapping[str, Any]) -> None:
 def _check(group: Mapping[str, Any]) -> None:
     names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
     require(
-        _all(
+        are_right(
             group,
-            lr=_at_least_0,
-            weight_decay=_at_least_0,
-            momentum=_at_least_0,
+            lr=is_at_least_0,
+            weight_decay=is_at_least_0,
+            momentum=is_at_least_0,
             nesterov=lambda value: type(value) is bool,
             ns_coefficients=lambda value: len(value) == 3 and all(math.isfinite(one) for one in value),
-            eps=_at_least_0,
+            eps=is_at_least_0,
             ns_steps=lambda value: type(value) is int and 0 <= value < 100,
             adjust_lr_fn=lambda value: value in (None, "original", "match_rms_adamw"),
         ),
@@ -253,18 +253,3 @@ def _check(group: Mapping[str, Any]) -> None:
 
 def _shown(group: Mapping[str, Any], *names: str) -> str:
     return ", ".join(f"{name}={group[name]!r:.80}" for name in names)
-
-
-def _all(group: Mapping[str, Any], **checks: Any) -> bool:
-    try:
-        return all(check(group[name]) for name, check in checks.items())
-    except (TypeError, RuntimeError):  # no numbers, or tensors of several
-        return False
-
-
-def _at_least_0(value: Any) -> bool:
-    return bool(value >= 0)
-
-
-def _betas(value: Any) -> bool:
-    return len(value) == 2 and all(0 <= beta < 1 for beta in value)
