@@ -154,6 +154,7 @@ class Backend:
             ranks.agreement,
             free=free_room(config),
             replicas=ranks.replicas,
+            per_host=ranks.per_host,
         )
         self._compilation = Compilation(
             world_size=ranks.size,

@@ -9,7 +9,6 @@ same parameters in the same order; programs see to that.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerograph.core.errors import ConfigError, RankError
+from zerograph.core.errors import RankError
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, torch_dtype
@@ -267,8 +266,8 @@ class GroupCommunicator:
         ranks: Sequence[int] | None = None,
         gathers: bool = True,
     ) -> None:
-        """``ranks`` are those of ``group`` as ``rendezvous`` numbers them, the same numbers unless given. Without
-        ``gathers`` there is nothing that reductions overlap."""
+        """``ranks`` are those of ``group`` as ``rendezvous`` numbers them, the same numbers unless given; on gloo they
+        may be some of them. Without ``gathers`` there is nothing that reductions overlap."""
         self.group, self.device, self.rendezvous = group, device, rendezvous
         self.ranks = range(group.size()) if ranks is None else ranks
         self._lost = ""  # why this rank can never meet the others again
@@ -277,7 +276,8 @@ class GroupCommunicator:
         self._connected = 0  # the generation of the connections
         transport = backend_name(group, device)
         self.name = f"torch.distributed ({transport})"
-        self.rank, self.world_size = group.rank(), group.size()
+        self.rank = self.ranks.index(rendezvous.rank) if rendezvous is not None else group.rank()
+        self.world_size = len(self.ranks)
         self.coalesces = transport == "nccl"
         self.compares = rendezvous is not None and transport == "gloo"
         has_streams = device.type != "cpu" and transport != "gloo"
@@ -549,44 +549,3 @@ class GroupCommunicator:
 
 _SLICE = timedelta(seconds=0.5)
 """How long to wait for gloo before looking whether a rank failed."""
-
-
-def keeps_to_group() -> bool:
-    """Whether ``ZEROGRAPH_TRANSPORT=group`` asks for collectives of the process group, whatever else is faster: the
-    shared memory of a CPU's ranks, and no communication in a group of one.
-
-    Raises:
-        ConfigError: it is neither "auto" nor "group".
-    """
-    wanted = os.environ.get("ZEROGRAPH_TRANSPORT", "auto")
-    if wanted not in ("auto", "group"):
-        raise ConfigError(f"ZEROGRAPH_TRANSPORT={wanted!r} names no transport", 'set it to "auto" or "group"')
-    return wanted == "group"
-
-
-def connect(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    rendezvous: Rendezvous | None = None,
-    ranks: Sequence[int] | None = None,
-    gathers: bool = True,
-) -> Communicator:
-    """The fastest transport between the ranks of ``group``, who all call this; of a group of one, its collectives.
-
-    CPU ranks of one host share memory, unless :func:`keeps_to_group` says otherwise. Simulated ranks have no
-    ``rendezvous``, which numbers those of ``group`` as ``ranks`` says; as the group does, unless given. ``gathers``:
-    whether anything is gathered over them.
-
-    Raises:
-        ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
-    """
-    shares = not keeps_to_group()
-    if device.type == "cpu" and shares and backend_name(group, device) == "gloo":
-        from zerograph.runtime.comm.shared_memory import (
-            open_shared_memory,  # needs the native core, which other transports do not
-        )
-
-        mailbox = open_shared_memory(group, rendezvous, ranks)
-        if mailbox is not None:
-            return mailbox
-    return GroupCommunicator(group, device, rendezvous, ranks, gathers)

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
-from zerograph.runtime.comm.axes import Axes
-from zerograph.runtime.comm.collectives import Communicator, LoneCommunicator, connect
+from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.own_stream import Wait
-from zerograph.runtime.comm.rendezvous import Rendezvous
+from zerograph.runtime.comm.paired import PairedCommunicator
 
 
 @dataclass(slots=True, eq=False)
@@ -30,51 +28,23 @@ class _PendingHybrid:
     replicas: Any = None
 
 
-class HybridCommunicator:
+class HybridCommunicator(PairedCommunicator):
     """See :class:`~zerograph.runtime.comm.collectives.Communicator`; ``rank`` and ``world_size`` are those of shards.
 
-    Both transports share one rendezvous, of all ranks: an error on one ends the program on all. A reduction goes on to
-    the replicas when the next one begins, and is under way there meanwhile.
+    A reduction goes on to the replicas when the next one begins, and is under way there meanwhile.
     """
 
     def __init__(self, shards: Communicator, replicas: Communicator) -> None:
+        super().__init__(shards, replicas)
         self.shards, self.replicas = shards, replicas
         self.name = f"{shards.name}; between replicas {replicas.name}"
-        self.rank, self.world_size, self.steps = shards.rank, shards.world_size, 0
+        self.rank, self.world_size = shards.rank, shards.world_size
         self._last: _PendingHybrid | None = None  # that is not under way between replicas
-
-    @property
-    def rendezvous(self) -> Rendezvous | None:
-        """That of all ranks."""
-        return self.replicas.rendezvous
-
-    @property
-    def generation(self) -> int:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        return self.replicas.generation
-
-    def trim(self) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        self.shards.trim()
-        self.replicas.trim()
-
-    def rejoin(self) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        self.shards.rejoin()
-        self.replicas.rejoin()
 
     def enter(self, entry: Entry, *, compared: bool = False) -> None:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         self._last = None  # of a program that failed
-        self.shards.enter(entry, compared=compared)
-        self.replicas.enter(entry, compared=compared)
-        self.steps = entry.steps
-
-    def leave(self) -> None:
-        """Wait for the ranks of both axes, one after the other: those that the second brings have waited for theirs of
-        the first."""
-        self.shards.leave()
-        self.replicas.leave()
+        super().enter(entry, compared=compared)
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()) -> Any:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
@@ -119,25 +89,3 @@ class HybridCommunicator:
     def finish_exchange(self, pending: Any) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         return self.shards.finish_exchange(pending)
-
-    def abort(self, reason: str) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        try:
-            self.shards.abort(reason)
-        finally:
-            self.replicas.abort(reason)
-
-
-def connect_axes(axes: Axes, device: torch.device, rendezvous: Rendezvous | None = None) -> Communicator:
-    """The fastest transports along ``axes``, whose ranks all call this.
-
-    Raises:
-        ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
-    """
-    places = axes.places(axes.shards)
-    if axes.replicas is None:
-        return connect(axes.shards, device, rendezvous, places)
-    # A lone rank's shards are whole: a gather of them would be a copy.
-    shards = connect(axes.shards, device, rendezvous, places) if len(places) > 1 else LoneCommunicator()
-    replicas = connect(axes.replicas, device, rendezvous, axes.places(axes.replicas), gathers=False)
-    return HybridCommunicator(shards, replicas)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import random
 import time
 import weakref
@@ -100,21 +99,31 @@ class SharedMemoryCommunicator:
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
     ) -> _Gathering:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`; nothing comes ``behind`` a copy to a CPU."""
-        sources = [shard.contiguous() for shard in shards]  # copies live until the core has read them: when it returns
-        pieces = []
-        for p, source in zip(params, sources, strict=True):
-            wire = torch_dtype(p.compute_dtype)
-            pieces.append((source.data_ptr(), source.numel(), _wire_of(source.dtype), _wire_of(wire)))
+        pieces = [(shard, torch_dtype(p.compute_dtype)) for p, shard in zip(params, shards, strict=True)]
+        return _Gathering(params, self.begin_gather(params, pieces))
+
+    def begin_gather(self, params: Sequence[Param], pieces: Sequence[tuple[Tensor, torch.dtype]]) -> int:
+        """Show the other ranks ``pieces`` of these parameters, each in a dtype; returns the ticket for
+        :meth:`end_gather`."""
+        copies = [piece.contiguous() for piece, _ in pieces]  # live until the core has read them: when it returns
+        sources = [
+            (copy.data_ptr(), copy.numel(), _wire_of(copy.dtype), _wire_of(dtype))
+            for copy, (_, dtype) in zip(copies, pieces, strict=True)
+        ]
         with self._explained("gather", params):
-            return _Gathering(params, self.mailbox.start_gather(self._tag(params), pieces))
+            return self.mailbox.start_gather(self._tag(params), sources)
+
+    def end_gather(self, params: Sequence[Param], ticket: int, outs: Sequence[tuple[Tensor, int]]) -> None:
+        """Write each piece of all ranks into its memory in ``outs``, where each rank's has so many elements of room."""
+        places = [(out.data_ptr(), room) for out, room in outs]
+        self._finish("gather", params, ticket, lambda wait: self.mailbox.finish_gather(ticket, places, wait))
 
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         full: Full = allocate_full(pending.params, torch.device("cpu"), self.pool)
         # Only now: until the peers' data is read, the bucket needs no memory of its own.
-        outs = [(flat.data_ptr(), p.chunk_elements) for p, flat in zip(pending.params, full.padded, strict=True)]
-        ticket = pending.ticket
-        self._finish("gather", pending.params, ticket, lambda wait: self.mailbox.finish_gather(ticket, outs, wait))
+        rooms = [p.chunk_elements for p in pending.params]
+        self.end_gather(pending.params, pending.ticket, list(zip(full.padded, rooms, strict=True)))
         return full.tensors
 
     def enter(self, entry: Entry, *, compared: bool = False) -> None:
@@ -172,7 +181,7 @@ class SharedMemoryCommunicator:
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        dense = [_summable(g, p).contiguous() for p, g in zip(params, grads, strict=True)]
+        dense = [summable(g, p).contiguous() for p, g in zip(params, grads, strict=True)]
         scattered = self._start(params, dense, sharded=True)
         return _Reducing(params, dense, scattered, self._start(params, dense, sharded=False))
 
@@ -180,24 +189,37 @@ class SharedMemoryCommunicator:
         members = [i for i, p in enumerate(params) if p.sharded == sharded]
         if not members:
             return None
-        pieces = []
-        for i in members:
-            own = params[i].summed_elements
-            pieces.append((grads[i].data_ptr(), grads[i].numel(), own, _wire_of(grads[i].dtype)))
+        pieces = _summed([(grads[i], params[i].summed_elements) for i in members])
         begin = self.mailbox.start_reduce if sharded else self.mailbox.start_all_reduce
         with self._explained("reduce", params):
             return begin(self._tag([params[i] for i in members]), pieces), members
+
+    def begin_reduce(self, params: Sequence[Param], pieces: Sequence[tuple[Tensor, int]]) -> int:
+        """Show the other ranks ``pieces`` of gradients of these parameters, which stay as they are until
+        :meth:`end_reduce`; each rank sums so many elements of each, in the order of ranks. Returns the ticket."""
+        with self._explained("reduce", params):
+            return self.mailbox.start_reduce(self._tag(params), _summed(pieces))
+
+    def end_reduce(self, params: Sequence[Param], ticket: int, outs: Sequence[Tensor]) -> None:
+        """Write this rank's part of each sum into its memory in ``outs``, rounded to the dtype of that."""
+        self._end_reduce(params, ticket, outs, self.mailbox.finish_reduce, 1.0)
+
+    def _end_reduce(
+        self, params: Sequence[Param], ticket: int, outs: Sequence[Tensor], finish: Callable[..., None], scale: float
+    ) -> None:
+        places = [(out.data_ptr(), _wire_of(out.dtype)) for out in outs]
+        self._finish("reduce", params, ticket, partial(finish, ticket, places, scale))
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         shapes = [p.shard_shape(self.rank) for p in pending.params]
         results = [torch.empty(s, dtype=torch_dtype(p.dtype)) for s, p in zip(shapes, pending.params, strict=True)]
-        scale = 1.0 / self.world_size
         finish = {True: self.mailbox.finish_reduce, False: self.mailbox.finish_all_reduce}
         for sharded, part in ((True, pending.scattered), (False, pending.unsharded)):
             if part is not None:
-                outs = [(results[i].data_ptr(), _wire_of(results[i].dtype)) for i in part[1]]
-                self._finish("reduce", pending.params, part[0], partial(finish[sharded], part[0], outs, scale))
+                ticket, members = part
+                outs = [results[i] for i in members]
+                self._end_reduce(pending.params, ticket, outs, finish[sharded], 1.0 / self.world_size)
         return results
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _Exchanging:
@@ -269,9 +291,13 @@ def _wire_of(dtype: torch.dtype) -> _core.DType:
     return _WIRE.get(dtype) or _RAW[dtype.itemsize]
 
 
-def _summable(grad: Tensor, param: Param) -> Tensor:
+def summable(grad: Tensor, param: Param) -> Tensor:
     """The mailbox sums in float32 at least; only a wider reduction needs a wider gradient."""
     return grad.double() if param.reduce_dtype == "float64" else grad
+
+
+def _summed(pieces: Sequence[tuple[Tensor, int]]) -> list[tuple[int, int, int, _core.DType]]:
+    return [(piece.data_ptr(), piece.numel(), own, _wire_of(piece.dtype)) for piece, own in pieces]
 
 
 def _digest(params: Sequence[Param]) -> int:
@@ -287,23 +313,31 @@ def _names(params: Sequence[Param]) -> str:
 
 
 def open_shared_memory(
-    group: dist.ProcessGroup, rendezvous: Rendezvous | None = None, ranks: Sequence[int] | None = None
+    group: dist.ProcessGroup,
+    rendezvous: Rendezvous | None = None,
+    ranks: Sequence[int] | None = None,
+    of_each_host: int | None = None,
 ) -> SharedMemoryCommunicator | None:
-    """A mailbox between the ranks of ``group``, who all call this; None when they cannot share memory."""
+    """A mailbox between the ranks of ``group``, who all call this; None when they cannot share memory.
+
+    ``of_each_host``: so many, one after the other, share a mailbox; all, unless given.
+    """
     rendezvous = rendezvous or Rendezvous.open(group, torch.device("cpu"))
-    rank, world = group.rank(), group.size()
+    ranks = range(group.size()) if ranks is None else ranks
+    each = of_each_host or len(ranks)
+    first = group.rank() - group.rank() % each
+    here = slice(first, first + each)
     # Another job's mailbox on this host must not be taken for one of ours.
     token = random.SystemRandom().getrandbits(63)
-    mine = _core.Mailbox(rank, world, shared(group, token)[0])
-    peers = shared(group, (_host(), mine.pid, mine.control_fd))
-    reason = "ranks on several hosts" if len({host for host, *_ in peers}) > 1 else _connect(mine, peers)
+    mine = _core.Mailbox(group.rank() - first, each, shared(group, token)[first])
+    reason = _connect(mine, shared(group, (mine.pid, mine.control_fd))[here])
     # All decide together: a rank that cannot map its peers would leave them waiting in shared memory.
     reasons = [r for r in shared(group, reason) if r]
     if reasons:
         log.info("no shared memory between ranks, using gloo: %s", reasons[0])
         mine.close(0.0)
         return None
-    return SharedMemoryCommunicator(mine, rendezvous, range(world) if ranks is None else ranks)
+    return SharedMemoryCommunicator(mine, rendezvous, ranks[here])
 
 
 def _present(mailbox: _core.Mailbox, ranks: Sequence[int], elsewhere: Callable[[int], bool]) -> Callable[[int], bool]:
@@ -312,15 +346,9 @@ def _present(mailbox: _core.Mailbox, ranks: Sequence[int], elsewhere: Callable[[
     return lambda rank: mailbox.is_present(places[rank]) if rank in places else elsewhere(rank)
 
 
-def _connect(mailbox: _core.Mailbox, peers: list[tuple[str, int, int]]) -> str:
+def _connect(mailbox: _core.Mailbox, peers: list[tuple[int, int]]) -> str:
     try:
-        mailbox.connect([(pid, fd) for _, pid, fd in peers])
+        mailbox.connect(peers)
     except _core.ConnectError as error:
         return str(error)
     return ""
-
-
-def _host() -> str:
-    # Host names repeat, among containers for one; the kernel's boot id does not.
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{os.uname().nodename} {file.read().strip()}"

@@ -23,7 +23,7 @@ from zerograph.core.plan import GivenPlan
 from zerograph.core.program import Program
 from zerograph.core.step import Param
 from zerograph.dryrun.compile_only import simulated_rank
-from zerograph.runtime.comm.collectives import connect
+from zerograph.runtime.comm.connecting import connect
 from zerograph.runtime.comm.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")

@@ -75,6 +75,7 @@ class Planner:
         moments: int = MOMENTS,
         free: Mapping[Tier, Sequence[Disk]] | None = None,
         replicas: int = 1,
+        per_host: int | None = None,
     ) -> None:
         """All ranks call this together: the smallest budgets of all count.
 
@@ -84,6 +85,7 @@ class Planner:
             moments: tensors that the optimizer keeps per parameter.
             free: the free memory of tiers that ranks share, for what leaves the device; others are not looked at.
             replicas: ranks that hold the same shards.
+            per_host: ranks of each host, where several are joined in two levels; else None.
 
         Raises:
             ConfigError: the plan to replay is for another number of ranks, or something is to be searched without
@@ -99,6 +101,10 @@ class Planner:
         self._found: tuple[Step, Found] | None = None  # by the last search
         self._asked: Counter[str] = Counter()
         self._machine = machine_of(config, device)
+        self._hosts = 1
+        if per_host is not None:
+            self._machine = replace(self._machine, ranks_per_node=per_host)
+            self._hosts = world_size * replicas // per_host
         self._budget, self.room = 0, dict.fromkeys(TIERS[1:], sys.maxsize)
         self._whose: dict[Tier, str] = {}  # room it is, where ranks have different ones
         if config.searches or config.offload_tiers:
@@ -245,7 +251,7 @@ class Planner:
         """All that plans depend on besides the step: with the same facts a step gets the same plan."""
         config = {f.name: getattr(self._config, f.name) for f in fields(self._config) if f.name != "mesh"}
         facts: list[object] = [config | {"given": sorted(self._config.given)}]
-        facts += [self._world_size, self._replicas, self._moments]
+        facts += [self._world_size, self._replicas, self._hosts, self._moments]
         if self._config.searches:
             facts += [self.budget(), self._machine, [self._param(name, p) for name, p in self._params.items()]]
         return repr(facts)
@@ -320,6 +326,7 @@ class Planner:
             update="device" if config.update == "device" and step.training else "host",
             tiles=tiles_wanted(config.tile, step, config.bucket_size),
             replicas=self._replicas,
+            hosts=self._hosts,
             whole_layers=config.by_sample,
         )
         if config.loss_tiles != "auto":
@@ -337,7 +344,9 @@ class Planner:
 
     def _searched(self, step: Step, states: int) -> Found:
         runs = Executable.on(self._machine, self._config.folders)
-        constraints = Constraints.of(self._config, self._world_size, replicas=self._replicas, executable=runs)
+        constraints = Constraints.of(
+            self._config, self._world_size, replicas=self._replicas, hosts=self._hosts, executable=runs
+        )
         budget = self.budget(step)
         search, found = search_within(step, constraints, self._machine, budget, states=states, moments=self._moments)
         if found is None:

@@ -190,6 +190,12 @@ class Machine:
         """Nodes that ``world_size`` ranks need."""
         return -(-world_size // self.ranks_per_node)
 
+    def hosts(self, world_size: int) -> int:
+        """Nodes whose ranks communicate in two levels, between nodes and inside of each through its memory: those of
+        CPUs, full of ranks; else 1."""
+        full = self.device == "cpu" and world_size % self.ranks_per_node == 0
+        return self.nodes(world_size) if full and self.ranks_per_node > 1 else 1
+
     def capacity(self, tier: Tier, world_size: int) -> int:
         """Bytes that one of ``world_size`` ranks may use on ``tier``."""
         if tier == "device":

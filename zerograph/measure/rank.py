@@ -16,7 +16,8 @@ from zerograph.core.machine import DTYPES, Link
 from zerograph.core.step import Param
 from zerograph.measure.job import Effort, Gathers, Job, RankReport
 from zerograph.measure.timing import ROUNDS, median_of, seconds_of
-from zerograph.runtime.comm.collectives import Communicator, connect
+from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.connecting import connect
 
 ADAM_BYTES = 28
 """Per float32 element: parameter, gradient and two moments are read, all but the gradient written."""

@@ -17,7 +17,7 @@ from zerograph.core.plan import Param
 from zerograph.graph.torch_private import skip_frame
 from zerograph.runtime.buffers import dtype_name
 from zerograph.runtime.comm.axes import Axes, axes_named
-from zerograph.runtime.comm.hybrid import connect_axes
+from zerograph.runtime.comm.connecting import connect_axes
 from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import StepCount

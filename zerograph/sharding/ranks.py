@@ -16,8 +16,9 @@ from zerograph.core.arguments import require
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
 from zerograph.runtime.comm.axes import axes_of
-from zerograph.runtime.comm.collectives import Communicator, LoneCommunicator, keeps_to_group
-from zerograph.runtime.comm.hybrid import connect_axes
+from zerograph.runtime.comm.collectives import Communicator, LoneCommunicator
+from zerograph.runtime.comm.connecting import connect_axes, keeps_to_group
+from zerograph.runtime.comm.paired import PairedCommunicator
 from zerograph.runtime.comm.roster import Roster
 from zerograph.runtime.dtensors import shard_ranks
 from zerograph.runtime.offload.host import AcceleratorHost, HostMemory
@@ -43,6 +44,7 @@ class Ranks:
         agreement: how they agree on what they compile; None where there is one rank, and where ranks are simulated.
         host: of an accelerator, for what leaves it; None where nothing does, and on a CPU.
         replicas: how many have the same part of a parameter.
+        per_host: how many are on each host, where several are joined in two levels; else None.
     """
 
     device: torch.device
@@ -52,6 +54,7 @@ class Ranks:
     agreement: Agreement | None = None
     host: HostMemory | None = None
     replicas: int = 1
+    per_host: int | None = None
 
     @classmethod
     def connect(cls, config: Config, device: torch.device) -> Ranks:
@@ -77,7 +80,8 @@ class Ranks:
         agreement = Agreement.open(axes.everyone, device, config.plan)
         communicator = connect_axes(axes, device, agreement.rendezvous if agreement is not None else None)
         split = shard_ranks(mesh)
-        return cls(device, split, mesh, communicator, agreement, host, mesh.size() // split)
+        per_host = communicator.per_host if isinstance(communicator, PairedCommunicator) else None
+        return cls(device, split, mesh, communicator, agreement, host, mesh.size() // split, per_host)
 
 
 def _refuse_beside_current(device: torch.device) -> None:

@@ -55,6 +55,15 @@ def test_shards_are_summed_over_their_replicas_too() -> None:
     assert rates.seconds(gather, ()) == pytest.approx(PASS), "within a replica"
 
 
+def test_hosts_of_cpus_send_each_part_once() -> None:
+    hosts = replace(machine_named("cpu"), ranks_per_node=2, intra=Link(8e9), inter=Link(1e9))
+    size = WEIGHT.gathered_bytes
+    two_levels, uneven = (Rates(hosts, world, "float32").collective(size) for world in (6, 5))
+    # Of three hosts each gets what two others have, and then a rank what the other one of its host got.
+    assert two_levels == pytest.approx(size * 2 / 3 / 1e9 + size / 2 / 8e9)
+    assert uneven == pytest.approx(size * 4 / 5 / 1e9)
+
+
 def test_nothing_is_gathered_of_what_every_rank_holds_as_kernels_read_it() -> None:
     unsharded = replace(WEIGHT, home=Layout("whole", WORLD))
     assert gathered_bytes((unsharded,)) == 0

@@ -20,10 +20,10 @@ from torch import Tensor
 from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
+from zerograph.runtime.comm import connecting
 from zerograph.runtime.comm.collectives import (
     Communicator,
     GroupCommunicator,
-    connect,
     sum_over_ranks,
     together,
 )
@@ -31,7 +31,7 @@ from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
-TRANSPORTS = ["auto", "group"]
+TRANSPORTS = ["auto", "group", "hosts"]
 PARAMS = (
     Param("even", (4, 3), "float32", "float32", "float32", True, Layout("rows", 1)),
     Param("uneven", (5,), "float32", "float32", "float32", True, Layout("rows", 1)),
@@ -49,13 +49,15 @@ def laid(*params: Param) -> list[Param]:
 
 
 def opened(transport: str) -> Communicator:
+    """Of "hosts" each has two ranks."""
     group = dist.group.WORLD
     assert group is not None
-    os.environ["ZEROGRAPH_TRANSPORT"] = transport
-    try:
-        return connect(group, CPU, Rendezvous.open(group, CPU))
-    finally:
-        del os.environ["ZEROGRAPH_TRANSPORT"]
+    with pytest.MonkeyPatch.context() as patch:
+        if transport == "hosts":
+            patch.setattr(connecting, "this_host", lambda: f"host {group.rank() // 2}")
+        else:
+            patch.setitem(os.environ, "ZEROGRAPH_TRANSPORT", transport)
+        return connecting.connect(group, CPU, Rendezvous.open(group, CPU))
 
 
 def values(param: Param, rank: int = 0) -> Tensor:
@@ -90,7 +92,9 @@ def _collectives(transport: str) -> str:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_buckets_are_gathered_whole_and_gradients_averaged(world: int, transport: str) -> None:
     (name,) = set(run(world, _collectives, transport))
-    assert ("torch.distributed" in name) is (transport == "group")
+    levels = "shared memory in each of 2 hosts, between them torch.distributed (gloo)"
+    several = levels if world == 4 else "shared memory"
+    assert name == {"auto": "shared memory", "group": "torch.distributed (gloo)", "hosts": several}[transport]
 
 
 def _not_contiguous(transport: str) -> None:
@@ -156,7 +160,7 @@ def test_a_transport_that_is_none(group: dist.ProcessGroup, monkeypatch: pytest.
     with pytest.raises(
         ConfigError, match=r"(?s)ZEROGRAPH_TRANSPORT='pigeon' names no transport.*\"auto\" or \"group\""
     ):
-        connect(group, CPU)
+        connecting.connect(group, CPU)
 
 
 class Landing:

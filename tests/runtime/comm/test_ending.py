@@ -81,7 +81,8 @@ def test_ranks_that_answer_are_not_lost(tmp_path: Path, monkeypatch: pytest.Monk
 KILLED = """
 import os, signal, sys, torch, torch.distributed as dist
 from zerograph.core.errors import RankError
-from zerograph.runtime.comm.collectives import connect, together
+from zerograph.runtime.comm.collectives import together
+from zerograph.runtime.comm.connecting import connect
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.rendezvous import Rendezvous
 rank = int(sys.argv[1])

@@ -1,4 +1,7 @@
-"""Collectives over two axes, two replicas of two shards on four ranks, against what plain tensors give."""
+"""Collectives over two axes, two replicas of two shards on four ranks, against what plain tensors give.
+
+Tests ``runtime/comm/paired.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.comm.axes import axes_of
 from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks, together
+from zerograph.runtime.comm.connecting import connect_axes
 from zerograph.runtime.comm.entry import Entry
-from zerograph.runtime.comm.hybrid import HybridCommunicator, connect_axes
+from zerograph.runtime.comm.hybrid import HybridCommunicator
 from zerograph.runtime.comm.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")

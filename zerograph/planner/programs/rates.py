@@ -101,9 +101,14 @@ class Rates:
 
     def collective(self, size: float) -> float:
         """An all-gather of ``size`` bytes, or a reduction of them into shards."""
-        world = self.world_size
+        machine, world = self.machine, self.world_size
+        hosts = machine.hosts(world)
+        if hosts > 1:
+            # Ranks of one place in their hosts have a part of it each, at once, and the rate between hosts is a host's.
+            between, inside = machine.collective(hosts, stride=world // hosts), machine.collective(world // hosts)
+            return between.seconds(size * (hosts - 1) / hosts) + inside.seconds(size * (1 - hosts / world))
         # A rank's own part does not travel.
-        return self.machine.collective(world).seconds(size * (world - 1) / world)
+        return machine.collective(world).seconds(size * (world - 1) / world)
 
     def reduction(self, size: float, averaged: float) -> float:
         """A reduction of ``size`` bytes, and the average of a rank's ``averaged`` ones over the replicas."""

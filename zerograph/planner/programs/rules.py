@@ -34,6 +34,7 @@ def plan_step(
     overlap: Overlap = "none",
     tiles: Mapping[str, int] | None = None,
     replicas: int = 1,
+    hosts: int = 1,
     whole_layers: bool = False,
 ) -> Plan:
     """The plan for ``step`` at a fixed stage.
@@ -52,6 +53,7 @@ def plan_step(
         overlap: what updates of states off the device run beside.
         tiles: of parameters that are in several, by name; each has a bucket of its own.
         replicas: ranks that hold the same shards.
+        hosts: between which ranks communicate in a level of its own.
         whole_layers: whether the parameters of a repeated layer share a bucket, however large.
     """
     tiles = tiles or {}
@@ -71,8 +73,8 @@ def plan_step(
         update=update,
         overlap=overlap,
         replicas=replicas,
-        # One goes on to the replicas while the next one is under way.
-        reductions=1 if replicas == 1 else 2,
+        # One is on its way to replicas, or between hosts, while the next one is summed where ranks are near.
+        reductions=1 if replicas == hosts == 1 else 2,
     )
 
 

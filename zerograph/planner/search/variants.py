@@ -110,6 +110,7 @@ def spaces_of(
             world_size=constraints.world_size,
             bucket_size=size,
             replicas=constraints.replicas,
+            hosts=constraints.hosts,
             prefetch=DEFAULT_PREFETCH if constraints.prefetch is None else constraints.prefetch,
             recompute="full" if variant.token_tiles > 1 and constraints.recompute == "auto" else constraints.recompute,
             saved=constraints.saved or "device",

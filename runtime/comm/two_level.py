@@ -1,0 +1,163 @@
+"""Collectives between CPU ranks of several hosts, in two levels: the network joins ranks of equal place in their hosts,
+and shared memory those of a host.
+
+A byte so comes to a host once, and a gather or a reduction of P bytes over h hosts sends (h - 1) / h of P from each. A
+ring over all ranks passes almost all of P through every host, and gloo, which has no reduce-scatter, does it twice for
+one. Gradients are summed in the order of ranks in each host, and these sums in the order of hosts, both in float32
+(float64 for float64): at every stage alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph.core.layout import Layout
+from zerograph.core.step import Param
+from zerograph.runtime.buffers import aligned, allocate_full, torch_dtype
+from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.own_stream import Wait
+from zerograph.runtime.comm.paired import PairedCommunicator
+from zerograph.runtime.comm.shared_memory import SharedMemoryCommunicator, summable
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(slots=True, eq=False)
+class _Gathering:
+    params: Sequence[Param]
+    between: Any  # brings from every host the shard of its rank of this place
+
+
+@dataclass(slots=True, eq=False)
+class _Reducing:
+    params: Sequence[Param]
+    between: Any  # brings the sums of every host
+
+
+@dataclass(slots=True, eq=False)
+class _Exchanging:
+    sizes: Sequence[Sequence[int]]
+    between: Any
+
+
+class TwoLevelCommunicator(PairedCommunicator):
+    """See :class:`~zerograph.runtime.comm.collectives.Communicator`.
+
+    A reduction is summed in the host when it begins, which waits for the ranks of that, and is under way over the
+    network until it is finished. Of an unsharded parameter every rank then has the means of a part, which are gathered.
+    """
+
+    per_host: int
+
+    def __init__(self, host: SharedMemoryCommunicator, network: Communicator) -> None:
+        """``network`` joins the ranks that are at the same place in their hosts, by the order of hosts; ranks are
+        numbered host by host."""
+        super().__init__(host, network)
+        self.host, self.network = host, network
+        self.hosts, self.per_host = network.world_size, host.world_size
+        self.rank, self.world_size = network.rank * self.per_host + host.rank, self.hosts * self.per_host
+        self.name = f"{host.name} in each of {self.hosts} hosts, between them {network.name}"
+        self._peers = range(host.rank, self.world_size, self.per_host)  # the ranks of this place
+
+    def start_gather(
+        self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
+    ) -> _Gathering:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        one_of_each = [
+            replace(p, shape=(self.hosts * p.chunk, *p.shape[1:]), home=p.home.over(self.hosts)) for p in params
+        ]
+        return _Gathering(params, self.network.start_gather(one_of_each, shards, behind))
+
+    def finish_gather(self, pending: _Gathering) -> list[Tensor]:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        brought, params = self.network.finish_gather(pending.between), pending.params
+        full = allocate_full(params, _CPU, self.host.pool)
+        pieces, outs = [], []
+        for p, shards, room in zip(params, brought, full.padded, strict=True):
+            for shard, place in zip(shards.view(self.hosts, -1), room.view(self.hosts, -1), strict=True):
+                pieces.append((shard, shard.dtype))
+                outs.append((place, p.chunk_elements))
+        self.host.end_gather(params, self.host.begin_gather(params, pieces), outs)
+        return full.tensors
+
+    def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        flat = [summable(g, p).contiguous().view(-1) for p, g in zip(params, grads, strict=True)]
+        own = [p.summed_elements for p in params]
+        # For each host a piece of each gradient, whose parts are those of its ranks.
+        pieces = [
+            (grad[host * self.per_host * size :][: self.per_host * size], size)
+            for host in range(self.hosts)
+            for grad, size in zip(flat, own, strict=True)
+        ]
+        ticket = self.host.begin_reduce(params, pieces)
+        messages = torch.empty(self.hosts, sum(map(_room, params)), dtype=torch.uint8)
+        by_peer = [_parts(params, message, rank) for rank, message in zip(self._peers, messages, strict=True)]
+        self.host.end_reduce(params, ticket, [part for parts in by_peer for part in parts])
+        sizes = [[messages.shape[1]] * self.hosts] * self.hosts
+        return _Reducing(params, self.network.start_exchange(list(messages), sizes))
+
+    def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        params = pending.params
+        terms = [_parts(params, message, self.rank) for message in self.network.finish_exchange(pending.between)]
+        means = [self._mean(p, of_hosts) for p, *of_hosts in zip(params, *terms, strict=True)]
+        unsharded = [i for i, p in enumerate(params) if not p.sharded]
+        # As rows of one element, of which each rank has the mean of some.
+        rows = Layout("rows", self.world_size)
+        flat = [replace(p, shape=(p.elements,), compute_dtype=p.dtype, home=rows) for p in params if not p.sharded]
+        if flat:
+            gathered = self.finish_gather(self.start_gather(flat, [means[i] for i in unsharded]))
+            for i, mean in zip(unsharded, gathered, strict=True):
+                means[i] = mean
+        return [mean.view(p.shard_shape(self.rank)) for p, mean in zip(params, means, strict=True)]
+
+    def _mean(self, param: Param, terms: Sequence[Tensor]) -> Tensor:
+        """Of the sums of all hosts."""
+        first, *others = terms
+        total = first.to(torch.float64 if param.reduce_dtype == "float64" else torch.float32)
+        for term in others:
+            total.add_(term)
+        return (total * (1.0 / self.world_size)).to(torch_dtype(param.dtype))
+
+    def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _Exchanging:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`: first to the right host."""
+        by_host = [slice(first, first + self.per_host) for first in range(0, self.world_size, self.per_host)]
+        between = [[sum(sizes[rank][there]) for there in by_host] for rank in self._peers]
+        messages = [torch.cat(list(sends[there])) for there in by_host]
+        return _Exchanging(sizes, self.network.start_exchange(messages, between))
+
+    def finish_exchange(self, pending: _Exchanging) -> list[Tensor]:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`: then to the right rank of the host."""
+        sizes, first = pending.sizes, self.network.rank * self.per_host
+        here = range(first, first + self.per_host)
+        brought = [
+            message.split([sizes[rank][receiver] for receiver in here])
+            for rank, message in zip(self._peers, self.network.finish_exchange(pending.between), strict=True)
+        ]
+        senders = [range(place, self.world_size, self.per_host) for place in range(self.per_host)]
+        inside = [[sum(sizes[rank][receiver] for rank in place) for receiver in here] for place in senders]
+        passed = self.host.start_exchange([torch.cat(parts) for parts in zip(*brought, strict=True)], inside)
+        found: list[Tensor] = [None] * self.world_size  # type: ignore[list-item]
+        for place, message in zip(senders, self.host.finish_exchange(passed), strict=True):
+            found[place.start :: self.per_host] = message.split([sizes[rank][self.rank] for rank in place])
+        return found
+
+
+def _room(param: Param) -> int:
+    """Bytes of a message for what a rank gets of a gradient."""
+    return aligned(param.summed_elements * torch_dtype(param.reduce_dtype).itemsize)
+
+
+def _parts(params: Sequence[Param], message: Tensor, rank: int) -> list[Tensor]:
+    """The elements that ``rank`` gets of each gradient, in its message."""
+    parts = []
+    for p, room in zip(params, message.split([_room(p) for p in params]), strict=True):
+        count = min(max(p.elements - rank * p.summed_elements, 0), p.summed_elements)
+        parts.append(room.view(torch_dtype(p.reduce_dtype))[:count])
+    return parts
