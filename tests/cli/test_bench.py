@@ -8,14 +8,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal, cast
 
 import pytest
 from click.testing import CliRunner
 
+from zerograph import measure
 from zerograph.cli import main
 from zerograph.cli.bench import rows
 from zerograph.core.machine import PRESETS, Link, Machine
+from zerograph.measure.job import RankReport
+from zerograph.planner.programs.rates import Rates
 
 
 def bench(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -56,6 +62,41 @@ def test_one_rank_has_no_collectives(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     machine = Machine.from_json(run.stdout)
     assert machine.ranks_per_node == 1 and "so is intra" in machine.notes
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_has_started_measure_together(tmp_path: Path) -> None:
+    file, torchrun = tmp_path / "machine.json", [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", "-m", "zerograph", "bench", "--quick", "--json", "-o", str(file)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == file.read_text(), "the first rank writes, and no other"
+    machine = Machine.from_json(run.stdout)
+    assert machine.ranks_per_node == 2 and "2 ranks; " in machine.notes and "inter is a guess" in machine.notes
+    assert run.stderr.count("measuring all-gathers ...") == 3
+    assert_plausible(machine)
+
+
+def test_ranks_of_a_launcher_are_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "localhost", "RANK": "1", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(main, ["bench", "--world", "2"])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "error: 2 ranks were asked for, and a launcher has started 4\n\nhint: leave --world out" in result.stderr
+
+
+@pytest.mark.parametrize(("device", "each"), [("cpu", 2), ("cpu", 1), ("cuda", 2)])
+def test_the_link_between_hosts_is_what_gathers_show(device: Literal["cuda", "cpu"], each: int) -> None:
+    """Times that a forecast by a link would have give that link back."""
+    like = PRESETS["cpu"] if device == "cpu" else PRESETS["a100-80gb"]
+    link = Link(1e9, 1e-4)
+    known = replace(like, ranks_per_node=each, inter=link, inter_step=0.0, intra_step=0.0)
+    sizes = [2**20, 2**22, 2**24]
+    between = tuple((size, ((Rates(known, 4, "float32").collective(size),) * 2,)) for size in sizes)
+    reports = [cast(RankReport, SimpleNamespace(between=between))] * 4
+    found = measure._inter(device, reports, each, known.intra)
+    assert found is not None
+    assert found.rate == pytest.approx(link.rate, rel=1e-6) and found.latency == pytest.approx(link.latency, rel=1e-3)
 
 
 def test_a_rank_that_fails_is_one_error(tmp_path: Path) -> None:

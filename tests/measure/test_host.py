@@ -28,7 +28,16 @@ def test_a_process_that_is_not_ours_is_seen_and_a_child_that_ended_is_ours() -> 
     others = Others()
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         time.sleep(1.5)
-        running = others.share
+        running = others.share()
         busy.kill()
     assert running > 0.5 / (os.cpu_count() or 1)
-    assert others.share < running
+    assert others.share() < running
+
+
+def test_ranks_beside_this_one_are_ours() -> None:
+    others = Others()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        time.sleep(1.5)
+        assert others.share(beside=1.0) < others.share()
+        assert others.share(beside=1e9) == 0
+        busy.kill()

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def bench(output: Path | None, path: Path, world: int | None, quick: bool, json_: bool) -> None:
     """Measure this machine, in seconds.
 
-    Ranks compute at the same time, as in training. `estimate` and `plan` take the file as --machine.
+    Ranks compute at the same time, as in training. `estimate` and `plan` take the file as --machine. Under torchrun its
+    ranks measure together, between hosts too, and the first one writes.
     """
     from zerograph.measure import QUICK, measure
 
@@ -35,6 +36,8 @@ def bench(output: Path | None, path: Path, world: int | None, quick: bool, json_
         check_writable(output)
     with progress() as tell:
         machine = measure(path, world, QUICK if quick else None, tell)
+    if machine is None:
+        return
     if output is not None:
         output.write_text(machine.to_json())
     if json_:
@@ -61,6 +64,7 @@ def rows(machine: Machine) -> list[list[Cell]]:
         "host to device": _link(machine.h2d),
         "device to host": _link(machine.d2h),
         "collectives": _link(machine.intra),
+        "collectives between hosts": _link(machine.inter),
         "disk read": _link(machine.nvme_read),
         "disk write": _link(machine.nvme_write),
         "disk free": format_bytes(machine.nvme_capacity),

@@ -42,14 +42,14 @@ class Others:
     too."""
 
     def __init__(self) -> None:
-        self._before = busy_seconds(), _ours(), time.monotonic()
+        self._before = busy_seconds(), our_seconds(), time.monotonic()
 
-    @property
-    def share(self) -> float:
-        """The share of all processors until now that others took. Our children count once they have ended."""
+    def share(self, beside: float = 0.0) -> float:
+        """The share of all processors until now that others took. Our children count once they have ended; ``beside``
+        are the CPU seconds of processes that count, too."""
         busy, ours, start = self._before
         elapsed = (time.monotonic() - start) * (os.cpu_count() or 1)
-        return max(0.0, (busy_seconds() - busy) - (_ours() - ours)) / max(elapsed, 1e-9)
+        return max(0.0, (busy_seconds() - busy) - (our_seconds() - ours) - beside) / max(elapsed, 1e-9)
 
 
 def busy_seconds() -> float:
@@ -61,7 +61,7 @@ def busy_seconds() -> float:
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
-def _ours() -> float:
+def our_seconds() -> float:
     """CPU seconds of this process, and of its children that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)

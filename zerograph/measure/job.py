@@ -39,7 +39,7 @@ QUICK = Effort(seconds=0.02, elements=2**18, matmul=128, gathers=(2**16, 2**20),
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job that every rank is given."""
+    """The job that every rank is given; ``world_size`` are those of a host."""
 
     device: Literal["cuda", "cpu"]
     world_size: int
@@ -59,9 +59,9 @@ Gathers = tuple[tuple[int, tuple[tuple[float, ...], ...]], ...]
 class RankReport:
     """The measurements of one rank: bytes, seconds and rates as in :class:`~zerograph.core.machine.Machine`.
 
-    ``gathers`` holds, for every size of the full tensor, the seconds of the repetitions of each round; ``optimizer`` is
-    this rank's part of the node's rate; ``transport`` is what carried the collectives; ``gpu`` is the device's name,
-    empty on a CPU.
+    ``gathers`` holds, for every size of the full tensor, the seconds of the repetitions of each round, among the ranks
+    of this host; ``between`` those among all ranks, where they are on several; ``optimizer`` is this rank's part of the
+    node's rate; ``transport`` is what carried the collectives; ``gpu`` is the device's name, empty on a CPU.
     """
 
     torch: str
@@ -74,6 +74,7 @@ class RankReport:
     h2d: Link
     d2h: Link
     gathers: Gathers
+    between: Gathers
     update: Link
     optimizer: float
     gpu: str

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from zerograph.core.errors import ConfigError
 from zerograph.core.layout import Layout
 from zerograph.core.machine import DTYPES, Link
 from zerograph.core.step import Param
+from zerograph.measure.host import our_seconds
 from zerograph.measure.job import Effort, Gathers, Job, RankReport
 from zerograph.measure.timing import ROUNDS, median_of, seconds_of
 from zerograph.runtime.comm.collectives import Communicator
-from zerograph.runtime.comm.connecting import connect
+from zerograph.runtime.comm.connecting import connect, ranks_of_each, this_host
+from zerograph.runtime.comm.rendezvous import shared
 
 ADAM_BYTES = 28
 """Per float32 element: parameter, gradient and two moments are read, all but the gradient written."""
@@ -45,6 +50,52 @@ def work(job: Job, rank: int, store: str, tell: Callable[[str], None]) -> RankRe
         dist.destroy_process_group()
 
 
+def work_together(device_type: Literal["cuda", "cpu"], effort: Effort, tell: Callable[[str], None]) -> Together:
+    """Measure as one of the ranks that a launcher has started, on one host or several.
+
+    Raises:
+        ConfigError: hosts have different numbers of ranks, or ranks of several hosts are not numbered host by host.
+    """
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        hosts = shared(everyone, this_host())
+        each = ranks_of_each(hosts)
+        count = len(set(hosts))
+        if each * count != len(hosts):
+            raise ConfigError(
+                f"{len(hosts)} ranks are not spread evenly over {count} hosts, one host after the other",
+                "start as many ranks on each: torchrun --nproc-per-node N",
+            )
+        groups = [dist.new_group(range(first, first + each)) for first in range(0, len(hosts), each)]
+        here = groups[dist.get_rank() // each]
+        job, before = Job(device_type, each, effort), our_seconds()
+        torch.set_num_threads(job.threads)
+        inside = connect(here, device) if each > 1 else None
+        between = connect(everyone, device) if count > 1 else None
+        report = Lab(device, job, tell if dist.get_rank() == 0 else lambda text: None, inside, between).report()
+        reports, seconds = zip(*shared(everyone, (report, our_seconds() - before)), strict=True)
+        first = dist.get_rank() - dist.get_rank() % each
+        of_host = sum(seconds[first : first + each])
+        return Together(list(reports), each, of_host - seconds[dist.get_rank()])
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """The reports of all ranks, how many of them each host has, and the CPU seconds of the others of this host."""
+
+    reports: list[RankReport]
+    of_each_host: int
+    beside: float
+
+
 @dataclass(frozen=True, slots=True)
 class Lab:
     """The measurements on one device. Each begins when all ranks are there, so that they disturb one another."""
@@ -52,7 +103,8 @@ class Lab:
     device: torch.device
     job: Job
     tell: Callable[[str], None]
-    communicator: Communicator | None
+    communicator: Communicator | None  # of this host
+    between: Communicator | None = None  # of several hosts
 
     @property
     def effort(self) -> Effort:
@@ -65,9 +117,8 @@ class Lab:
         for number in range(1, ROUNDS + 1):
             self.tell(f"round {number} of {ROUNDS}")
             rounds.append(self.round())
-        of_sizes = zip(*(each.gathers for each in rounds), strict=True)
-        gathers = tuple((same[0][0], tuple(each for _, (each,) in same)) for same in of_sizes)
-        return replace(median_of(rounds), gathers=gathers)
+        gathers, between = ([getattr(each, name) for each in rounds] for name in ("gathers", "between"))
+        return replace(median_of(rounds), gathers=_by_size(gathers), between=_by_size(between))
 
     def seconds(self, call: Callable[[], object], share: float = 1.0) -> float:
         """Median seconds of ``call`` in this round, tried for that share of the seconds of a measurement."""
@@ -79,9 +130,10 @@ class Lab:
         matmul = {dtype: self.matmul(dtype) for dtype in DTYPES}
         vector = {dtype: self.vector(dtype, matmul) for dtype in DTYPES}
         h2d, d2h = self.copies()
+        furthest = self.between or self.communicator
         return RankReport(
             torch=torch.__version__,
-            transport=self.communicator.name if self.communicator is not None else "no collectives",
+            transport=furthest.name if furthest is not None else "no collectives",
             device_memory=free,
             bandwidth=self.bandwidth(),
             matmul=matmul,
@@ -89,7 +141,8 @@ class Lab:
             launch=self.launch(),
             h2d=h2d,
             d2h=d2h,
-            gathers=self.gathers(),
+            gathers=self.gathers(self.communicator, "all-gathers"),
+            between=self.gathers(self.between, "all-gathers between hosts"),
             update=self.update(),
             optimizer=self.optimizer(),
             gpu=torch.cuda.get_device_name(self.device) if self.on_gpu else "",
@@ -155,12 +208,12 @@ class Lab:
         least = self.seconds(lambda: tiny.copy_(tiny_source, non_blocking=True), 1 / 8)
         return Link(to.nbytes / seconds, least)
 
-    def gathers(self) -> Gathers:
+    def gathers(self, communicator: Communicator | None, text: str) -> Gathers:
         """The seconds of this round's all-gathers."""
-        if self.communicator is None:
+        if communicator is None:
             return ()
-        self.begin("all-gathers")
-        return tuple(self.gather(self.communicator, size) for size in self.effort.gathers)
+        self.begin(text)
+        return tuple(self.gather(communicator, size) for size in self.effort.gathers)
 
     def gather(self, communicator: Communicator, size: int) -> tuple[int, tuple[tuple[float, ...]]]:
         """Bytes of the full tensor, and this round's seconds of all-gathers of it; the first ones are not counted.
@@ -169,7 +222,7 @@ class Lab:
         else 1 MiB takes 0.40 and 4 MiB 0.53 of the CPU time.
         """
         call, size = self.gathering(communicator, size)
-        ready, _ = self.gathering(communicator, 4 * self.job.world_size)
+        ready, _ = self.gathering(communicator, 4 * communicator.world_size)
         before = self.product(self.effort.matmul, "float32") if not self.on_gpu else lambda: None
         count = min(32, max(1, _PIECE // size)) if self.on_gpu else 1
         samples = []
@@ -187,7 +240,7 @@ class Lab:
 
     def gathering(self, communicator: Communicator, size: int) -> tuple[Callable[[], object], int]:
         """Gathers a tensor of about ``size`` bytes, and how many they are."""
-        world = self.job.world_size
+        world = communicator.world_size
         shard = torch.ones(size // 4 // world, device=self.device)
         param = Param(
             name="measured", shape=(shard.numel() * world,), dtype="float32", compute_dtype="float32",
@@ -236,6 +289,10 @@ class Lab:
         """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
+
+
+def _by_size(rounds: Sequence[Gathers]) -> Gathers:
+    return tuple((same[0][0], tuple(each for _, (each,) in same)) for same in zip(*rounds, strict=True))
 
 
 def _dtype(name: str) -> torch.dtype:
