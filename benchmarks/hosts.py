@@ -7,11 +7,13 @@
 Hosts are network namespaces of this machine (`namespaces.py`); ranks of one share its memory, and between hosts there
 is gloo over a link that `tc` shapes. It takes root and `iproute2`.
 
-Prediction. By bytes: of P bytes of fp32 parameters a flat stage 3 sends 2.9 P per host and step (gloo's ring passes
-every gather and reduction through each host), and replicas 1.0 P, the all-reduce of the shards. At 200 Mbit/s that is
-the step: replicas take 0.4 of the flat step's time, and no longer than `fully_shard` on the same mesh. In parts of the
-batch each weight is gathered twice and reduced once, whatever the parts: of eight an eighth of the loop's bytes, and
-0.2 of its time, as the link is what a step waits for.
+Prediction. By bytes: of P bytes of fp32 parameters a ring over all ranks sends 2.9 P per host and step at stage 3
+(gloo's passes every gather through each host, and every reduction twice), as `fully_shard` does. In two levels it is
+0.5 P for each of two gathers and a reduction of two hosts: 1.5 P at stage 3 and 1.0 P below, as with replicas. At
+200 Mbit/s that is the step: half of the time of `fully_shard` over all ranks, two thirds of compiled DDP's at stages 1
+and 2, and replicas no longer than `fully_shard` on the same mesh. In parts of the batch each weight is gathered twice
+and reduced once, whatever the parts: of eight an eighth of the loop's bytes, and 0.2 of its time, as the link is what a
+step waits for.
 
 Method. As in `step.py`: each variant has its own processes, the order rotates from round to round, ratios are taken
 within a round, and losses are compared with DDP's. Bytes are those that the first host has sent meanwhile.
@@ -42,7 +44,7 @@ FLAT = ("zg3", "fsdp", "fsdp-compiled")
 def main() -> int:
     args = arguments()
     work = Workload(args.layers, args.dim, args.dim // 64, 2048, args.batch, args.seq)
-    specs = [REFERENCE, "ddp-compiled", *FLAT, *(f"{spec}:replicas={args.hosts}" for spec in FLAT)]
+    specs = [REFERENCE, "ddp-compiled", "zg1", "zg2", *FLAT, *(f"{spec}:replicas={args.hosts}" for spec in FLAT)]
     if args.parts > 1:
         specs = [REFERENCE, *(f"{spec}:loop={args.parts}" for spec in FLAT), f"zg3:batch_tiles={args.parts}"]
     facts, load = machine_facts("cpu"), Load()

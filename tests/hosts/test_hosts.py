@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -25,12 +26,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerograph
-from zerograph.core.errors import RankError
+from zerograph.core.errors import RankError, ZeroGraphError
 from zerograph.core.machine import Machine
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 WIDTH, ROWS, STEPS = 256, 4, 3
-PORT = 29_517
+PORT, LIMIT = 29_517, 20
 LEVELS = "shared memory in each of 2 hosts, between them torch.distributed (gloo)"
 
 Function = Callable[..., Any]
@@ -79,7 +80,7 @@ def _rank(pipe: Connection, host: Any, address: str, rank: int, world: int, func
     host.enter()
     os.environ |= {"GLOO_SOCKET_IFNAME": "eth0", "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}
     torch.set_num_threads(1)
-    where, limit = f"tcp://{address}:{PORT}", timedelta(seconds=60)
+    where, limit = f"tcp://{address}:{PORT}", timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=limit)
     pipe.send(function(*args))
     pipe.recv()  # rank 0 serves the store: it stays until all have answered
@@ -218,3 +219,35 @@ def test_a_rank_that_is_killed_on_one_host_ends_the_program_on_all(hosts: list[A
     *others, gone = run_on([hosts[0], hosts[0], hosts[1], hosts[1]], _killed, replicas)
     assert gone is None
     assert all(f"rank 3 ({hosts[1].name})" in text for text in others), others
+
+
+def _cut(seconds: float) -> tuple[str, float]:
+    """The error of a rank, if any, when the link of rank 2's host is cut for so long, and how long it took."""
+    torch.manual_seed(0)
+    model = Net()
+    model.compile(backend=zerograph.backend(stage=3, compute="eager"))
+    model(batch(0, ROWS)).backward()
+    began = time.monotonic()
+    if dist.get_rank() == 2:
+        link = ["ip", "link", "set", "eth0"]
+        subprocess.run([*link, "down"], check=True)
+        if seconds < LIMIT:
+            time.sleep(seconds)
+            subprocess.run([*link, "up"], check=True)
+    try:
+        for step in range(3):
+            model(batch(step, ROWS)).backward()
+    except ZeroGraphError as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def test_a_link_that_is_cut_for_good_ends_the_program_on_both_sides(hosts: list[Any]) -> None:
+    for text, seconds in run_on([hosts[0], hosts[0], hosts[1], hosts[1]], _cut, LIMIT):
+        assert text and seconds < 3 * LIMIT, text
+
+
+def test_a_link_that_comes_back_is_waited_for(hosts: list[Any]) -> None:
+    found = run_on([hosts[0], hosts[0], hosts[1], hosts[1]], _cut, 3.0)
+    assert [text for text, _ in found] == [""] * 4
+    assert all(3 < seconds < LIMIT for _, seconds in found)
