@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-import zlib
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from exact import rows, values
 from ranks import run
 from torch import Tensor
 
@@ -60,14 +60,9 @@ def opened(transport: str) -> Communicator:
         return connecting.connect(group, CPU, Rendezvous.open(group, CPU))
 
 
-def values(param: Param, rank: int = 0) -> Tensor:
-    """Whole numbers, whose sums over ranks and their halves and quarters are exact in all dtypes."""
-    seed = torch.Generator().manual_seed(zlib.crc32(param.name.encode()) + rank)
-    return torch.randint(-8, 8, param.shape, generator=seed).to(torch.float32)
-
-
-def rows(param: Param, full: Tensor) -> Tensor:
-    return full[param.shard_rows(dist.get_rank())] if param.sharded else full
+def own(param: Param, full: Tensor) -> Tensor:
+    """What this rank has of ``full``."""
+    return rows(param, full, dist.get_rank())
 
 
 def _collectives(transport: str) -> str:
@@ -75,7 +70,7 @@ def _collectives(transport: str) -> str:
     params = laid()
     sharded = [p for p in params if p.sharded]
     with together(comm, Entry("test", 1, 0)):
-        pending = comm.start_gather(sharded, [rows(p, values(p)) for p in sharded])
+        pending = comm.start_gather(sharded, [own(p, values(p)) for p in sharded])
         full = comm.finish_gather(pending)
         grads = [values(p, dist.get_rank()).to(getattr(torch, p.compute_dtype)) for p in params]
         mine = comm.finish_reduce(comm.start_reduce(params, grads))
@@ -84,7 +79,7 @@ def _collectives(transport: str) -> str:
         torch.testing.assert_close(found, values(p).to(getattr(torch, p.compute_dtype)), rtol=0, atol=0)
     for p, found in zip(params, mine, strict=True):
         summed = torch.stack([values(p, rank) for rank in range(world)]).sum(0).to(getattr(torch, p.reduce_dtype))
-        torch.testing.assert_close(found, rows(p, (summed / world).float()), rtol=0, atol=0)
+        torch.testing.assert_close(found, own(p, (summed / world).float()), rtol=0, atol=0)
     return comm.name
 
 
@@ -101,7 +96,7 @@ def _not_contiguous(transport: str) -> None:
     """Of transposed shards, one copy of which may not take the place of another, and of a gradient with strides."""
     comm, (p,) = opened(transport), laid(PARAMS[0])
     several = [replace(p, name=f"{p.name}{i}", shape=(64, 96)) for i in range(3)]
-    shards = [rows(each, values(each)).t().contiguous().t() for each in several]
+    shards = [own(each, values(each)).t().contiguous().t() for each in several]
     grad = values(several[0]).t().contiguous().t()
     with together(comm, Entry("test", 1, 0)):
         full = comm.finish_gather(comm.start_gather(several, shards))
@@ -143,10 +138,10 @@ def _fails(transport: str) -> None:
     else:
         text = "rank 0 failed: ZeroDivisionError: by rank 0"
         with pytest.raises(RankError, match=text), together(comm, Entry("program", 1, 0)):
-            comm.finish_gather(comm.start_gather(params, [rows(params[0], values(params[0]))]))
+            comm.finish_gather(comm.start_gather(params, [own(params[0], values(params[0]))]))
     comm.rejoin()
     with together(comm, Entry("the next", 2, 0)):
-        (full,) = comm.finish_gather(comm.start_gather(params, [rows(params[0], values(params[0]))]))
+        (full,) = comm.finish_gather(comm.start_gather(params, [own(params[0], values(params[0]))]))
     assert torch.equal(full, values(PARAMS[0])), "nothing of the old generation is taken for a message of the new one"
 
 
@@ -181,7 +176,7 @@ def _given_up() -> None:
     comm.coalesces = True
     params = laid()
     sharded = [p for p in params if p.sharded]
-    shards = [rows(p, values(p)) for p in sharded]
+    shards = [own(p, values(p)) for p in sharded]
     full = comm.finish_gather(comm.start_gather(sharded, shards))
     assert all(torch.equal(f, values(p).to(f)) for p, f in zip(sharded, full, strict=True))
     pending = comm.start_gather(sharded, shards)

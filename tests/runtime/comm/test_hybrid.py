@@ -6,13 +6,13 @@ Tests ``runtime/comm/paired.py``.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from exact import rows, tolerance, values
 from ranks import run
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
+from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.axes import axes_of
 from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks, together
 from zerograph.runtime.comm.connecting import connect_axes
@@ -53,33 +54,23 @@ def opened(transport: str, mesh: DeviceMesh | None = None) -> Communicator:
         return connect_axes(axes, CPU, Rendezvous.open(axes.everyone, CPU))
 
 
-def values(param: Param, rank: int = 0) -> Tensor:
-    """Whole numbers, whose sums over ranks and their halves and quarters are exact in all dtypes."""
-    seed = torch.Generator().manual_seed(zlib.crc32(param.name.encode()) + rank)
-    return torch.randint(-8, 8, param.shape, generator=seed).to(torch.float32)
-
-
-def rows(param: Param, full: Tensor) -> Tensor:
-    return full[param.shard_rows(dist.get_rank() % SHARDS)] if param.sharded else full
-
-
-def dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+def own(param: Param, full: Tensor) -> Tensor:
+    """The rows of this rank, of which another replica has the same."""
+    return rows(param, full, dist.get_rank() % SHARDS)
 
 
 def gathered(comm: Communicator) -> list[Tensor]:
-    shards = [rows(p, values(p)).to(dtype(p.dtype)) for p in SHARDED]
+    shards = [own(p, values(p)).to(torch_dtype(p.dtype)) for p in SHARDED]
     return comm.finish_gather(comm.start_gather(SHARDED, shards))
 
 
 def check_gathered(found: list[Tensor]) -> None:
     for p, full in zip(SHARDED, found, strict=True):
-        torch.testing.assert_close(full, values(p).to(dtype(p.compute_dtype)), rtol=0, atol=0, msg=p.name)
+        torch.testing.assert_close(full, values(p).to(torch_dtype(p.compute_dtype)), rtol=0, atol=0, msg=p.name)
 
 
 def averaged(comm: Communicator, divisor: int = 1) -> list[Tensor]:
-    grads = [(values(p, dist.get_rank()) / divisor).to(dtype(p.compute_dtype)) for p in PARAMS]
+    grads = [(values(p, dist.get_rank()) / divisor).to(torch_dtype(p.compute_dtype)) for p in PARAMS]
     return comm.finish_reduce(comm.start_reduce(PARAMS, grads))
 
 
@@ -100,12 +91,11 @@ def _collectives(transport: str) -> str:
         rough = averaged(comm, 3)
     assert comm.steps == 7
     for p, found in zip(PARAMS, mine, strict=True):
-        mean = torch.stack([values(p, rank) for rank in range(4)]).mean(0).to(dtype(p.dtype))
-        torch.testing.assert_close(found, rows(p, mean), rtol=0, atol=0, msg=lambda m, p=p: f"{p.name}: {m}")
+        mean = torch.stack([values(p, rank) for rank in range(4)]).mean(0).to(torch_dtype(p.dtype))
+        torch.testing.assert_close(found, own(p, mean), rtol=0, atol=0, msg=lambda m, p=p: f"{p.name}: {m}")
     for p, found in zip(PARAMS, rough, strict=True):
-        expected = torch.stack([(values(p, r) / 3).to(dtype(p.compute_dtype)).double() for r in range(4)]).mean(0)
-        bits = {"float64": 52, "float32": 21}.get(p.reduce_dtype if p.dtype != "bfloat16" else "bfloat16", 6)
-        torch.testing.assert_close(found.double(), rows(p, expected), rtol=0, atol=8 * 2.0**-bits)
+        expected = torch.stack([(values(p, r) / 3).to(torch_dtype(p.compute_dtype)).double() for r in range(4)]).mean(0)
+        torch.testing.assert_close(found.double(), own(p, expected), rtol=0, atol=tolerance(p))
     same_on_replicas(mine)
     same_on_replicas(rough)
     # A number of shards is summed over one replica.
@@ -125,12 +115,12 @@ def _two_under_way() -> None:
     comm, few = opened("auto"), [replace(PARAMS[2], name=f"one row {i}") for i in range(3)]
     with together(comm, Entry("test", 1, 0)):
         begun = [comm.start_reduce([p], [values(p, dist.get_rank())]) for p in few]
-        gathering = comm.start_gather(few, [rows(p, values(p)) for p in few])
+        gathering = comm.start_gather(few, [own(p, values(p)) for p in few])
         found = [comm.finish_reduce(one)[0] for one in begun]
         full = comm.finish_gather(gathering)
     for p, mine, whole in zip(few, found, full, strict=True):
         mean = torch.stack([values(p, rank) for rank in range(4)]).mean(0)
-        assert torch.equal(mine, rows(p, mean)) and torch.equal(whole, values(p))
+        assert torch.equal(mine, own(p, mean)) and torch.equal(whole, values(p))
     assert (found[0].shape[0] == 0) == (comm.rank == 1)
 
 

@@ -6,13 +6,13 @@ Tests ``runtime/comm/connecting.py``. Hosts are those that ranks take for their 
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from exact import rows, tolerance, values
 from ranks import run
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ import zerograph
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
+from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm import connecting, shared_memory
 from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks, together
 from zerograph.runtime.comm.connecting import connect, ranks_of_each
@@ -65,25 +66,10 @@ def on_two_hosts() -> Communicator:
         return opened()
 
 
-def values(param: Param, rank: int = 0, divisor: int = 1) -> Tensor:
-    """Whole numbers, whose sums over ranks and their quarters are exact in all dtypes, over ``divisor``."""
-    seed = torch.Generator().manual_seed(zlib.crc32(param.name.encode()) + rank)
-    return torch.randint(-8, 8, param.shape, generator=seed).to(torch.float32) / divisor
-
-
-def dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
-def rows(param: Param, full: Tensor) -> Tensor:
-    return full[param.shard_rows(dist.get_rank())] if param.sharded else full
-
-
 def check_gathered(comm: Communicator) -> None:
-    shards = [rows(p, values(p)).to(dtype(p.dtype)) for p in SHARDED]
+    shards = [rows(p, values(p), comm.rank).to(torch_dtype(p.dtype)) for p in SHARDED]
     for p, full in zip(SHARDED, comm.finish_gather(comm.start_gather(SHARDED, shards)), strict=True):
-        torch.testing.assert_close(full, values(p).to(dtype(p.compute_dtype)), rtol=0, atol=0, msg=p.name)
+        torch.testing.assert_close(full, values(p).to(torch_dtype(p.compute_dtype)), rtol=0, atol=0, msg=p.name)
 
 
 def _collectives() -> None:
@@ -94,15 +80,16 @@ def _collectives() -> None:
     with together(comm, Entry("test", 1, 7)):
         check_gathered(comm)
         for divisor in (1, 3):
-            grads = [values(p, comm.rank, divisor).to(dtype(p.compute_dtype)) for p in PARAMS]
+            grads = [values(p, comm.rank, divisor).to(torch_dtype(p.compute_dtype)) for p in PARAMS]
             found[divisor] = comm.finish_reduce(comm.start_reduce(PARAMS, grads))
     assert comm.steps == 7
     for p, exact, rough in zip(PARAMS, found[1], found[3], strict=True):
         mean = torch.stack([values(p, rank) for rank in range(WORLD)]).mean(0)
-        torch.testing.assert_close(exact, rows(p, mean.to(dtype(p.dtype))), rtol=0, atol=0, msg=p.name)
-        terms = torch.stack([values(p, rank, 3).to(dtype(p.compute_dtype)) for rank in range(WORLD)]).double()
-        bits = {"float64": 52, "float32": 21}.get(p.reduce_dtype if p.dtype != "bfloat16" else "bfloat16", 6)
-        torch.testing.assert_close(rough.double(), rows(p, terms.mean(0)), rtol=0, atol=8 * 2.0**-bits, msg=p.name)
+        expected = rows(p, mean.to(torch_dtype(p.dtype)), comm.rank)
+        torch.testing.assert_close(exact, expected, rtol=0, atol=0, msg=p.name)
+        terms = torch.stack([values(p, rank, 3).to(torch_dtype(p.compute_dtype)) for rank in range(WORLD)]).double()
+        expected = rows(p, terms.mean(0), comm.rank)
+        torch.testing.assert_close(rough.double(), expected, rtol=0, atol=tolerance(p), msg=p.name)
     assert sum_over_ranks(comm, torch.tensor(float(comm.rank)), "sum") == 6
 
 
@@ -121,7 +108,7 @@ def _one_order() -> None:
         (part,) = comm.finish_reduce(comm.start_reduce([param], [grad]))
         (whole,) = comm.finish_reduce(comm.start_reduce([replace(param, home=WHOLE)], [grad]))
     assert torch.equal(whole, ((every[0] + every[1]) + (every[2] + every[3])) / WORLD)
-    assert torch.equal(part, rows(param, whole))
+    assert torch.equal(part, rows(param, whole, comm.rank))
 
 
 def test_sums_are_taken_by_host_at_every_stage() -> None:
@@ -132,11 +119,11 @@ def _under_way() -> None:
     comm, several = on_two_hosts(), [replace(PARAMS[0], name=f"weight {i}") for i in range(3)]
     with together(comm, Entry("test", 1, 0)):
         begun = [comm.start_reduce([p], [values(p, comm.rank)]) for p in several]
-        gathering = [comm.start_gather([p], [rows(p, values(p))]) for p in several]
+        gathering = [comm.start_gather([p], [rows(p, values(p), comm.rank)]) for p in several]
         means = [comm.finish_reduce(one)[0] for one in begun]
         full = [comm.finish_gather(one)[0] for one in gathering]
     for p, mean, gathered in zip(several, means, full, strict=True):
-        assert torch.equal(mean, rows(p, torch.stack([values(p, rank) for rank in range(WORLD)]).mean(0)))
+        assert torch.equal(mean, rows(p, torch.stack([values(p, rank) for rank in range(WORLD)]).mean(0), comm.rank))
         assert torch.equal(gathered, values(p))
 
 
