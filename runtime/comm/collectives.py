@@ -426,7 +426,7 @@ class GroupCommunicator:
         full = allocate_full(params, self.device)
         self._begun()
         if self._gathers is None:
-            received, flat = self._messages(padded_shards(params, shards, self.device))
+            received, flat = self._messages(padded_shards(params, shards, self.device), full)
             flight = self._launch(None, _all_gather, received, flat, group=self.group)
             return _PendingGather(params, full, [flight], [received], [flat])
         with self._gathers.behind(behind):
@@ -437,18 +437,22 @@ class GroupCommunicator:
                     for out, send in zip(full.padded, sends, strict=True):
                         _all_gather(out, send, group=self.group)
             else:
-                received, flat = self._messages(sends)
+                received, flat = self._messages(sends, full)
                 _all_gather(received, flat, group=self.group)
                 self._copy_out(received, full)
             return _PendingGather(params, full, [self._fly(self._gathers.end())], alive=[*sends, *shards])
 
-    def _messages(self, sends: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _messages(self, sends: Sequence[Tensor], full: Full) -> tuple[Tensor, Tensor]:
         """Memory for the messages of all ranks, and this one's: as bytes, since the parameters of a bucket may have
-        several dtypes, and travel in one."""
+        several dtypes, and travel in one. Those of one parameter lie as it does."""
         flat = torch.cat([s.view(torch.uint8) for s in sends])
+        if len(sends) == 1:
+            return full.padded[0].view(torch.uint8), flat
         return flat.new_empty(self.world_size * flat.numel()), flat
 
     def _copy_out(self, received: Tensor, full: Full) -> None:
+        if len(full.padded) == 1:
+            return
         by_rank, offset = received.view(self.world_size, -1), 0
         for padded in full.padded:
             out = padded.view(torch.uint8).view(self.world_size, -1)

@@ -21,6 +21,7 @@ from zerograph.core.step import Param
 from zerograph.runtime.buffers import aligned, allocate_full, torch_dtype
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.comm.own_stream import Wait
+from zerograph.runtime.comm.packing import padded_shards
 from zerograph.runtime.comm.paired import PairedCommunicator
 from zerograph.runtime.comm.shared_memory import SharedMemoryCommunicator, summable
 
@@ -68,20 +69,23 @@ class TwoLevelCommunicator(PairedCommunicator):
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
     ) -> _Gathering:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        one_of_each = [
-            replace(p, shape=(self.hosts * p.chunk, *p.shape[1:]), home=p.home.over(self.hosts)) for p in params
-        ]
-        return _Gathering(params, self.network.start_gather(one_of_each, shards, behind))
+        # As one parameter, whose parts come to where they are read.
+        flat = torch.cat([send.view(torch.uint8) for send in padded_shards(params, shards, _CPU)])
+        size, wire = self.hosts * flat.numel(), "uint8"
+        message = Param(params[0].name, (size,), wire, wire, wire, False, Layout("rows", self.hosts))
+        return _Gathering(params, self.network.start_gather([message], [flat], behind))
 
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        brought, params = self.network.finish_gather(pending.between), pending.params
+        (brought,), params = self.network.finish_gather(pending.between), pending.params
         full = allocate_full(params, _CPU, self.host.pool)
+        sizes = [p.sent_bytes for p in params]
+        by_host = [message.split(sizes) for message in brought.view(self.hosts, -1)]
         pieces, outs = [], []
-        for p, shards, room in zip(params, brought, full.padded, strict=True):
-            for shard, place in zip(shards.view(self.hosts, -1), room.view(self.hosts, -1), strict=True):
-                pieces.append((shard, shard.dtype))
-                outs.append((place, p.chunk_elements))
+        for p, room, *shards in zip(params, full.padded, *by_host, strict=True):
+            for shard, place in zip(shards, room.view(self.hosts, -1), strict=True):
+                pieces.append((shard, shard.dtype))  # bytes, which may begin anywhere
+                outs.append((place, p.sent_bytes))
         self.host.end_gather(params, self.host.begin_gather(params, pieces), outs)
         return full.tensors
 
