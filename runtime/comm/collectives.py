@@ -276,7 +276,7 @@ class GroupCommunicator:
         self._connected = 0  # the generation of the connections
         transport = backend_name(group, device)
         self.name = f"torch.distributed ({transport})"
-        self.rank = self.ranks.index(rendezvous.rank) if rendezvous is not None else group.rank()
+        self.rank = group.rank() if ranks is None or rendezvous is None else ranks.index(rendezvous.rank)
         self.world_size = len(self.ranks)
         self.coalesces = transport == "nccl"
         self.compares = rendezvous is not None and transport == "gloo"

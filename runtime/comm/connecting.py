@@ -65,8 +65,9 @@ def connect(
     """
     shares = not keeps_to_group()
     if device.type == "cpu" and shares and backend_name(group, device) == "gloo":
-        numbers = range(group.size()) if ranks is None else ranks
-        sharing = _sharing_memory(group, rendezvous or Rendezvous.open(group, device), numbers)
+        ranks = range(group.size()) if ranks is None else ranks
+        rendezvous = rendezvous or Rendezvous.open(group, device)
+        sharing = _sharing_memory(group, rendezvous, ranks)
         if sharing is not None:
             return sharing
     return GroupCommunicator(group, device, rendezvous, ranks, gathers)
@@ -99,7 +100,9 @@ def ranks_of_each(hosts: Sequence[str]) -> int:
     Args:
         hosts: of each rank.
     """
-    each = len(hosts) // len(set(hosts))
+    each, rest = divmod(len(hosts), len(set(hosts)))
+    if rest:
+        return 1
     blocks = [set(hosts[first : first + each]) for first in range(0, len(hosts), each)]
     return each if all(len(block) == 1 for block in blocks) else 1
 

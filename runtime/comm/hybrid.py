@@ -39,6 +39,7 @@ class HybridCommunicator(PairedCommunicator):
         self.shards, self.replicas = shards, replicas
         self.name = f"{shards.name}; between replicas {replicas.name}"
         self.rank, self.world_size = shards.rank, shards.world_size
+        self.per_host = shards.per_host if isinstance(shards, PairedCommunicator) else None
         self._last: _PendingHybrid | None = None  # that is not under way between replicas
 
     def enter(self, entry: Entry, *, compared: bool = False) -> None:

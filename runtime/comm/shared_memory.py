@@ -200,9 +200,9 @@ class SharedMemoryCommunicator:
         with self._explained("reduce", params):
             return self.mailbox.start_reduce(self._tag(params), _summed(pieces))
 
-    def end_reduce(self, params: Sequence[Param], ticket: int, outs: Sequence[Tensor]) -> None:
-        """Write this rank's part of each sum into its memory in ``outs``, rounded to the dtype of that."""
-        self._end_reduce(params, ticket, outs, self.mailbox.finish_reduce, 1.0)
+    def end_reduce(self, params: Sequence[Param], ticket: int, outs: Sequence[Tensor], scale: float) -> None:
+        """Write this rank's part of each sum, times ``scale``, into its memory in ``outs``, rounded to that's dtype."""
+        self._end_reduce(params, ticket, outs, self.mailbox.finish_reduce, scale)
 
     def _end_reduce(
         self, params: Sequence[Param], ticket: int, outs: Sequence[Tensor], finish: Callable[..., None], scale: float

@@ -4,7 +4,7 @@ and shared memory those of a host.
 A byte so comes to a host once, and a gather or a reduction of P bytes over h hosts sends (h - 1) / h of P from each. A
 ring over all ranks passes almost all of P through every host, and gloo, which has no reduce-scatter, does it twice for
 one. Gradients are summed in the order of ranks in each host, and these sums in the order of hosts, both in float32
-(float64 for float64): at every stage alike.
+(float64 for float64): at every stage alike. A host's part of a mean travels in the dtype of the reduction.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class TwoLevelCommunicator(PairedCommunicator):
         ticket = self.host.begin_reduce(params, pieces)
         messages = torch.empty(self.hosts, sum(map(_room, params)), dtype=torch.uint8)
         by_peer = [_parts(params, message, rank) for rank, message in zip(self._peers, messages, strict=True)]
-        self.host.end_reduce(params, ticket, [part for parts in by_peer for part in parts])
+        self.host.end_reduce(params, ticket, [part for parts in by_peer for part in parts], 1.0 / self.world_size)
         sizes = [[messages.shape[1]] * self.hosts] * self.hosts
         return _Reducing(params, self.network.start_exchange(list(messages), sizes))
 
@@ -110,7 +110,7 @@ class TwoLevelCommunicator(PairedCommunicator):
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
         params = pending.params
         terms = [_parts(params, message, self.rank) for message in self.network.finish_exchange(pending.between)]
-        means = [self._mean(p, of_hosts) for p, *of_hosts in zip(params, *terms, strict=True)]
+        means = [_sum(p, of_hosts) for p, *of_hosts in zip(params, *terms, strict=True)]
         unsharded = [i for i, p in enumerate(params) if not p.sharded]
         # As rows of one element, of which each rank has the mean of some.
         rows = Layout("rows", self.world_size)
@@ -120,14 +120,6 @@ class TwoLevelCommunicator(PairedCommunicator):
             for i, mean in zip(unsharded, gathered, strict=True):
                 means[i] = mean
         return [mean.view(p.shard_shape(self.rank)) for p, mean in zip(params, means, strict=True)]
-
-    def _mean(self, param: Param, terms: Sequence[Tensor]) -> Tensor:
-        """Of the sums of all hosts."""
-        first, *others = terms
-        total = first.to(torch.float64 if param.reduce_dtype == "float64" else torch.float32)
-        for term in others:
-            total.add_(term)
-        return (total * (1.0 / self.world_size)).to(torch_dtype(param.dtype))
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _Exchanging:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`: first to the right host."""
@@ -165,3 +157,12 @@ def _parts(params: Sequence[Param], message: Tensor, rank: int) -> list[Tensor]:
         count = min(max(p.elements - rank * p.summed_elements, 0), p.summed_elements)
         parts.append(room.view(torch_dtype(p.reduce_dtype))[:count])
     return parts
+
+
+def _sum(param: Param, terms: Sequence[Tensor]) -> Tensor:
+    """The sum of the parts of all hosts."""
+    first, *others = terms
+    total = first.to(torch.float64 if param.reduce_dtype == "float64" else torch.float32)
+    for term in others:
+        total.add_(term)
+    return total.to(torch_dtype(param.dtype), copy=True)  # else all of the message lives as long

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, cast
+from typing import cast
 
 import pytest
 from click.testing import CliRunner
@@ -78,23 +78,23 @@ def test_ranks_that_torchrun_has_started_measure_together(tmp_path: Path) -> Non
 
 
 def test_ranks_of_a_launcher_are_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"MASTER_ADDR": "localhost", "RANK": "1", "WORLD_SIZE": "4"}.items():
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(main, ["bench", "--world", "2"])
     assert result.exit_code == 2 and result.stdout == ""
-    assert "error: 2 ranks were asked for, and a launcher has started 4\n\nhint: leave --world out" in result.stderr
+    assert "error: 2 ranks were asked for, and torchrun has started 4\n\nhint: leave --world out" in result.stderr
 
 
 @pytest.mark.parametrize(("device", "each"), [("cpu", 2), ("cpu", 1), ("cuda", 2)])
-def test_the_link_between_hosts_is_what_gathers_show(device: Literal["cuda", "cpu"], each: int) -> None:
+def test_the_link_between_hosts_is_what_gathers_show(device: str, each: int) -> None:
     """Times that a forecast by a link would have give that link back."""
     like = PRESETS["cpu"] if device == "cpu" else PRESETS["a100-80gb"]
     link = Link(1e9, 1e-4)
     known = replace(like, ranks_per_node=each, inter=link, inter_step=0.0, intra_step=0.0)
     sizes = [2**20, 2**22, 2**24]
     between = tuple((size, ((Rates(known, 4, "float32").collective(size),) * 2,)) for size in sizes)
-    reports = [cast(RankReport, SimpleNamespace(between=between))] * 4
-    found = measure._inter(device, reports, each, known.intra)
+    reports = [cast(RankReport, SimpleNamespace(between=between, two_levels=known.hosts(4) > 1))] * 4
+    found = measure._inter(reports, each, known.intra)
     assert found is not None
     assert found.rate == pytest.approx(link.rate, rel=1e-6) and found.latency == pytest.approx(link.latency, rel=1e-3)
 

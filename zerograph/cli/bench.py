@@ -30,9 +30,9 @@ def bench(output: Path | None, path: Path, world: int | None, quick: bool, json_
     Ranks compute at the same time, as in training. `estimate` and `plan` take the file as --machine. Under torchrun its
     ranks measure together, between hosts too, and the first one writes.
     """
-    from zerograph.measure import QUICK, measure
+    from zerograph.measure import QUICK, is_first, measure
 
-    if output is not None:
+    if output is not None and is_first():
         check_writable(output)
     with progress() as tell:
         machine = measure(path, world, QUICK if quick else None, tell)

@@ -34,18 +34,18 @@ def measure(
     effort: Effort | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Machine | None:
-    """This machine, with ``world_size`` ranks at work; None on all but the first of ranks that a launcher has started,
+    """This machine, with ``world_size`` ranks at work; None on all but the first of ranks that torchrun has started,
     which measure together.
 
     Args:
         path: folder whose disk is measured.
-        world_size: ranks; one per GPU unless given, 2 on a CPU. Those of a launcher are what they are.
+        world_size: ranks; one per GPU unless given, 2 on a CPU. Those of torchrun are what they are.
         effort: how long and how large.
         tell: called with what is being measured.
 
     Raises:
         ConfigError: ``path`` cannot be written, there are fewer GPUs than ranks, or ``world_size`` is given to ranks
-            that a launcher has started.
+            that torchrun has started.
         RankError: a rank failed or did not answer in time.
     """
     effort = effort or Effort()
@@ -61,12 +61,17 @@ def measure(
     disk = measure_disk(path, effort.disk, effort.disk_seconds)
     others = Others()
     reports = run_ranks(Job(device, world, effort), tell)
-    return _machine(device, reports, world, disk, _told(others.share()))
+    return _machine(device, reports, world, disk, _told(others.share()), host_memory())
 
 
 def is_launched() -> bool:
-    """Whether this process is one of several ranks that a launcher such as torchrun has started."""
-    return "MASTER_ADDR" in os.environ and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    """Whether this process is one of several ranks that torchrun has started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def is_first() -> bool:
+    """Whether this process is to show what was measured."""
+    return not is_launched() or os.environ["RANK"] == "0"
 
 
 def _measure_together(
@@ -80,18 +85,22 @@ def _measure_together(
 
     if world_size is not None:
         raise ConfigError(
-            f"{world_size} ranks were asked for, and a launcher has started {os.environ['WORLD_SIZE']}",
+            f"{world_size} ranks were asked for, and torchrun has started {os.environ['WORLD_SIZE']}",
             "leave --world out: the ranks that there are measure together",
         )
-    first = os.environ["RANK"] == "0"
-    if first:
+    started: tuple[Disk, Others] | None = None
+
+    def start() -> None:
+        nonlocal started
         tell("measuring the disk")
-    disk = measure_disk(path, effort.disk, effort.disk_seconds) if first else None
-    others = Others()
-    found = work_together(device, effort, tell)
-    if disk is None:
+        started = measure_disk(path, effort.disk, effort.disk_seconds), Others()
+
+    found = work_together(device, effort, tell, start if is_first() else lambda: None)
+    if started is None:
         return None
-    return _machine(device, found.reports, found.of_each_host, disk, _told(others.share(found.beside)))
+    disk, others = started
+    share = _told(others.share(found.beside))
+    return _machine(device, found.reports, found.of_each_host, disk, share, found.host_memory)
 
 
 def _told(share: float) -> float:
@@ -115,15 +124,19 @@ def _devices() -> tuple[Literal["cuda", "cpu"], int]:
 
 
 def _machine(
-    device: Literal["cuda", "cpu"], reports: Sequence[RankReport], world: int, disk: Disk, others: float
+    device: Literal["cuda", "cpu"],
+    reports: Sequence[RankReport],
+    world: int,
+    disk: Disk,
+    others: float,
+    memory: int,
 ) -> Machine:
-    """``world`` ranks of each host made the ``reports``."""
+    """``world`` ranks of each host, which has so many bytes of ``memory``, made the ``reports``."""
     like = PRESETS["cpu" if device == "cpu" else "a100-80gb"]
     # Nothing between ranks can be measured on one: the preset's figure stands in, and the notes say so.
     intra = _intra(reports, world) or like.intra
-    inter = _inter(device, reports, world, intra)
+    inter = _inter(reports, world, intra)
     by_host = [reports[first : first + world] for first in range(0, len(reports), world)]
-    memory = host_memory()
     return Machine(
         name=platform.node() or "measured",
         device=device,
@@ -167,15 +180,15 @@ def _intra(reports: Sequence[RankReport], world: int) -> Link | None:
     return fit_link([(size * (world - 1) // world, seconds) for size, seconds in _slowest_gathers(reports, "gathers")])
 
 
-def _inter(device: Literal["cuda", "cpu"], reports: Sequence[RankReport], world: int, intra: Link) -> Link | None:
+def _inter(reports: Sequence[RankReport], world: int, intra: Link) -> Link | None:
     """The link between hosts; None where there is one host."""
     ranks = len(reports)
     if ranks == world:
         return None
     gathers = _slowest_gathers(reports, "between")
-    if device == "cuda" or world == 1:
+    if not reports[0].two_levels:
         return fit_link([(size * (ranks - 1) // ranks, seconds) for size, seconds in gathers])
-    # In two levels: what a host gets from the others, and then each of its ranks from the others of the host.
+    # What a host gets from the others, and then each of its ranks from the others of the host.
     hosts = ranks // world
     samples = []
     for size, seconds in gathers:

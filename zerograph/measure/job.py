@@ -60,8 +60,9 @@ class RankReport:
     """The measurements of one rank: bytes, seconds and rates as in :class:`~zerograph.core.machine.Machine`.
 
     ``gathers`` holds, for every size of the full tensor, the seconds of the repetitions of each round, among the ranks
-    of this host; ``between`` those among all ranks, where they are on several; ``optimizer`` is this rank's part of the
-    node's rate; ``transport`` is what carried the collectives; ``gpu`` is the device's name, empty on a CPU.
+    of this host; ``between`` those among all ranks, where they are on several hosts, maybe in ``two_levels``;
+    ``optimizer`` is this rank's part of the node's rate; ``transport`` is what carried the collectives; ``gpu`` is the
+    device's name, empty on a CPU.
     """
 
     torch: str
@@ -75,6 +76,7 @@ class RankReport:
     d2h: Link
     gathers: Gathers
     between: Gathers
+    two_levels: bool
     update: Link
     optimizer: float
     gpu: str

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -17,11 +18,13 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.layout import Layout
 from zerograph.core.machine import DTYPES, Link
 from zerograph.core.step import Param
-from zerograph.measure.host import our_seconds
+from zerograph.measure.crew import LIMIT
+from zerograph.measure.host import host_memory, our_seconds
 from zerograph.measure.job import Effort, Gathers, Job, RankReport
 from zerograph.measure.timing import ROUNDS, median_of, seconds_of
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.comm.connecting import connect, ranks_of_each, this_host
+from zerograph.runtime.comm.paired import PairedCommunicator
 from zerograph.runtime.comm.rendezvous import shared
 
 ADAM_BYTES = 28
@@ -50,17 +53,29 @@ def work(job: Job, rank: int, store: str, tell: Callable[[str], None]) -> RankRe
         dist.destroy_process_group()
 
 
-def work_together(device_type: Literal["cuda", "cpu"], effort: Effort, tell: Callable[[str], None]) -> Together:
-    """Measure as one of the ranks that a launcher has started, on one host or several.
+def work_together(
+    device_type: Literal["cuda", "cpu"], effort: Effort, tell: Callable[[str], None], start: Callable[[], None]
+) -> Together:
+    """Measure as one of the ranks that torchrun has started, on one host or several.
+
+    Args:
+        start: called once all ranks are there, which wait until it has ended on all.
 
     Raises:
-        ConfigError: hosts have different numbers of ranks, or ranks of several hosts are not numbered host by host.
+        ConfigError: hosts have different numbers of ranks, ranks of several hosts are not numbered host by host, or
+            a host has fewer GPUs than ranks.
     """
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = int(os.environ["LOCAL_RANK"])
+    if device_type == "cuda" and local >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {local} of this host has none of its {torch.cuda.device_count()} GPUs",
+            f"torchrun --nproc-per-node {torch.cuda.device_count()}: one rank per GPU",
+        )
     device = torch.device("cuda", local) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=LIMIT))
     try:
         everyone = dist.group.WORLD
         assert everyone is not None
@@ -74,26 +89,32 @@ def work_together(device_type: Literal["cuda", "cpu"], effort: Effort, tell: Cal
             )
         groups = [dist.new_group(range(first, first + each)) for first in range(0, len(hosts), each)]
         here = groups[dist.get_rank() // each]
-        job, before = Job(device_type, each, effort), our_seconds()
+        job = Job(device_type, each, effort)
         torch.set_num_threads(job.threads)
         inside = connect(here, device) if each > 1 else None
         between = connect(everyone, device) if count > 1 else None
+        start()
+        dist.barrier()
+        before = our_seconds()
         report = Lab(device, job, tell if dist.get_rank() == 0 else lambda text: None, inside, between).report()
-        reports, seconds = zip(*shared(everyone, (report, our_seconds() - before)), strict=True)
+        mine = report, our_seconds() - before, host_memory()
+        reports, seconds, memories = zip(*shared(everyone, mine), strict=True)
         first = dist.get_rank() - dist.get_rank() % each
         of_host = sum(seconds[first : first + each])
-        return Together(list(reports), each, of_host - seconds[dist.get_rank()])
+        return Together(list(reports), each, of_host - seconds[dist.get_rank()], min(memories))
     finally:
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The reports of all ranks, how many of them each host has, and the CPU seconds of the others of this host."""
+    """The reports of all ranks, how many of them each host has, the CPU seconds of the others of this host, and the
+    memory of the host that has least."""
 
     reports: list[RankReport]
     of_each_host: int
     beside: float
+    host_memory: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +164,7 @@ class Lab:
             d2h=d2h,
             gathers=self.gathers(self.communicator, "all-gathers"),
             between=self.gathers(self.between, "all-gathers between hosts"),
+            two_levels=isinstance(self.between, PairedCommunicator),
             update=self.update(),
             optimizer=self.optimizer(),
             gpu=torch.cuda.get_device_name(self.device) if self.on_gpu else "",

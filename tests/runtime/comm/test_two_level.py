@@ -127,6 +127,20 @@ def _under_way() -> None:
         assert torch.equal(gathered, values(p))
 
 
+def _large() -> float:
+    """Gradients of which two add up to more than float16 has, and whose mean over all is one of them."""
+    comm = on_two_hosts()
+    param = Param("weight", (4,), "float32", "float16", "float16", True, ROWS)
+    with together(comm, Entry("test", 1, 0)):
+        grad = torch.full((4,), 40_000.0, dtype=torch.float16)
+        (mean,) = comm.finish_reduce(comm.start_reduce([param], [grad]))
+    return mean.item()
+
+
+def test_sums_of_a_host_overflow_no_sooner_than_means() -> None:
+    assert run(WORLD, _large) == [40_000.0] * WORLD
+
+
 def test_several_operations_may_be_under_way() -> None:
     run(WORLD, _under_way)
 
@@ -195,19 +209,21 @@ def test_hosts_of_equally_many_ranks() -> None:
     # Neither uneven ones, nor such whose ranks are not numbered one after the other, have a level of their own.
     assert ranks_of_each(["a", "a", "b"]) == 1
     assert ranks_of_each(["a", "a", "a", "b"]) == 1
+    assert [ranks_of_each(list(hosts)) for hosts in ("aabbb", "aabbccc", "aabbcca")] == [1, 1, 1]
     assert ranks_of_each(["a", "b", "a", "b"]) == 1
 
 
-def _uneven() -> str:
-    with on_hosts(lambda rank: rank // 3):
+def _uneven(first: int) -> str:
+    with on_hosts(lambda rank: int(rank >= first)):
         comm = opened()
     with together(comm, Entry("test", 1, 0)):
         check_gathered(comm)
     return comm.name
 
 
-def test_uneven_hosts_communicate_in_one_level() -> None:
-    assert run(WORLD, _uneven) == ["torch.distributed (gloo)"] * WORLD
+@pytest.mark.parametrize("first", [1, 3])
+def test_uneven_hosts_communicate_in_one_level(first: int) -> None:
+    assert run(WORLD, _uneven, first) == ["torch.distributed (gloo)"] * WORLD
 
 
 def _unreachable() -> str:
