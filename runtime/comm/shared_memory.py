@@ -201,7 +201,7 @@ class SharedMemoryCommunicator:
             return self.mailbox.start_reduce(self._tag(params), _summed(pieces))
 
     def end_reduce(self, params: Sequence[Param], ticket: int, outs: Sequence[Tensor], scale: float) -> None:
-        """Write this rank's part of each sum, times ``scale``, into its memory in ``outs``, rounded to that's dtype."""
+        """Write this rank's part of each sum, times ``scale``, into its memory in ``outs``, in the dtype of that."""
         self._end_reduce(params, ticket, outs, self.mailbox.finish_reduce, scale)
 
     def _end_reduce(
