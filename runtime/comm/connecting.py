@@ -79,15 +79,13 @@ def _sharing_memory(group: dist.ProcessGroup, rendezvous: Rendezvous, ranks: Seq
     from zerograph.runtime.comm.two_level import TwoLevelCommunicator
 
     hosts = shared(group, this_host())
-    each = ranks_of_each(hosts)
-    if each == len(hosts):
-        return open_shared_memory(group, rendezvous, ranks)
-    if each == 1:
-        log.info("no shared memory between the ranks of %d hosts, using gloo", len(set(hosts)))
+    each, count = ranks_of_each(hosts), len(set(hosts))
+    if each == 1 and count > 1:
+        log.info("no shared memory between the ranks of %d hosts, using gloo", count)
         return None
     mailbox = open_shared_memory(group, rendezvous, ranks, of_each_host=each)
-    if mailbox is None:
-        return None
+    if mailbox is None or count == 1:
+        return mailbox
     peers = ranks[group.rank() % each :: each]
     found = TwoLevelCommunicator(mailbox, GroupCommunicator(group, torch.device("cpu"), rendezvous, peers))
     log.info("ranks communicate in two levels: %s", found.name)
@@ -108,6 +106,6 @@ def ranks_of_each(hosts: Sequence[str]) -> int:
 
 
 def this_host() -> str:
-    """Names repeat, among containers for one; the kernel's boot id does not."""
+    """This host, and no other: names repeat, among containers for one, where the kernel's boot id does not."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{os.uname().nodename} {file.read().strip()}"

@@ -112,10 +112,11 @@ class TwoLevelCommunicator(PairedCommunicator):
         terms = [_parts(params, message, self.rank) for message in self.network.finish_exchange(pending.between)]
         means = [_sum(p, of_hosts) for p, *of_hosts in zip(params, *terms, strict=True)]
         unsharded = [i for i, p in enumerate(params) if not p.sharded]
-        # As rows of one element, of which each rank has the mean of some.
-        rows = Layout("rows", self.world_size)
-        flat = [replace(p, shape=(p.elements,), compute_dtype=p.dtype, home=rows) for p in params if not p.sharded]
-        if flat:
+        if unsharded:
+            # As rows of one element, of which each rank has the mean of some.
+            rows = Layout("rows", self.world_size)
+            whole = [params[i] for i in unsharded]
+            flat = [replace(p, shape=(p.elements,), compute_dtype=p.dtype, home=rows) for p in whole]
             gathered = self.finish_gather(self.start_gather(flat, [means[i] for i in unsharded]))
             for i, mean in zip(unsharded, gathered, strict=True):
                 means[i] = mean

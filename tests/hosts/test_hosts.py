@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from exact import TWO_LEVELS
 from ranks import server
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +33,6 @@ from zerograph.core.machine import Machine
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 WIDTH, ROWS, STEPS = 256, 4, 3
 PORT, LIMIT = 29_517, 20
-LEVELS = "shared memory in each of 2 hosts, between them torch.distributed (gloo)"
 
 Function = Callable[..., Any]
 
@@ -47,6 +47,11 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         pytest.skip("this machine allows no network namespaces")
     with importlib.import_module("namespaces").Hosts(2, "1gbit") as made:
         yield made
+
+
+def two_of_each(hosts: list[Any]) -> list[Any]:
+    """The hosts of four ranks."""
+    return [hosts[0], hosts[0], hosts[1], hosts[1]]
 
 
 def run_on(hosts: list[Any], function: Function, *args: Any) -> list[Any]:
@@ -150,9 +155,9 @@ def _expected(world: int) -> list[float]:
     [
         # In bytes of the parameters. In two levels half of these go from each of two hosts in a gather, of which
         # stage 3 has one more but for the last layer, and in a reduction.
-        ((0, 0, 1, 1), 3, 1, 1.375, LEVELS),
-        ((0, 0, 1, 1), 2, 1, 1.0, LEVELS),
-        ((0, 0, 1, 1), 0, 1, 1.0, LEVELS),
+        ((0, 0, 1, 1), 3, 1, 1.375, TWO_LEVELS),
+        ((0, 0, 1, 1), 2, 1, 1.0, TWO_LEVELS),
+        ((0, 0, 1, 1), 0, 1, 1.0, TWO_LEVELS),
         # The all-reduce of a host's shards with those of one other.
         ((0, 0, 1, 1), 3, 2, 1.0, "shared memory; between replicas torch.distributed (gloo)"),
         # Two gathers and a reduction, through a ring of all ranks, which gloo's reduction goes around twice.
@@ -216,7 +221,7 @@ def _killed(replicas: int) -> str:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_rank_that_is_killed_on_one_host_ends_the_program_on_all(hosts: list[Any], replicas: int) -> None:
-    *others, gone = run_on([hosts[0], hosts[0], hosts[1], hosts[1]], _killed, replicas)
+    *others, gone = run_on(two_of_each(hosts), _killed, replicas)
     assert gone is None
     assert all(f"rank 3 ({hosts[1].name})" in text for text in others), others
 
@@ -243,11 +248,11 @@ def _cut(seconds: float) -> tuple[str, float]:
 
 
 def test_a_link_that_is_cut_for_good_ends_the_program_on_both_sides(hosts: list[Any]) -> None:
-    for text, seconds in run_on([hosts[0], hosts[0], hosts[1], hosts[1]], _cut, LIMIT):
+    for text, seconds in run_on(two_of_each(hosts), _cut, LIMIT):
         assert text and seconds < 3 * LIMIT, text
 
 
 def test_a_link_that_comes_back_is_waited_for(hosts: list[Any]) -> None:
-    found = run_on([hosts[0], hosts[0], hosts[1], hosts[1]], _cut, 3.0)
+    found = run_on(two_of_each(hosts), _cut, 3.0)
     assert [text for text, _ in found] == [""] * 4
     assert all(3 < seconds < LIMIT for _, seconds in found)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from exact import rows, values
+from exact import TWO_LEVELS, rows, values
 from ranks import run
 from torch import Tensor
 
@@ -87,8 +87,7 @@ def _collectives(transport: str) -> str:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_buckets_are_gathered_whole_and_gradients_averaged(world: int, transport: str) -> None:
     (name,) = set(run(world, _collectives, transport))
-    levels = "shared memory in each of 2 hosts, between them torch.distributed (gloo)"
-    several = levels if world == 4 else "shared memory"
+    several = TWO_LEVELS if world == 4 else "shared memory"
     assert name == {"auto": "shared memory", "group": "torch.distributed (gloo)", "hosts": several}[transport]
 
 

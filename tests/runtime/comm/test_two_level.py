@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from exact import rows, tolerance, values
+from exact import TWO_LEVELS, rows, tolerance, values
 from ranks import run
 from torch import Tensor, nn
 
@@ -290,6 +290,5 @@ def _plainly() -> list[list[float]]:
 def test_losses_are_those_of_one_process(stage: int, memory: int | None) -> None:
     found = run(WORLD, _trained, stage, memory)
     torch.testing.assert_close(torch.tensor([losses for losses, *_ in found]), torch.tensor(_plainly()))
-    levels = "shared memory in each of 2 hosts, between them torch.distributed (gloo)"
     # A reduction is on its way between hosts while the next one is summed inside of them.
-    assert {(name, reductions) for _, name, reductions in found} == {(levels, 2)}
+    assert {(name, reductions) for _, name, reductions in found} == {(TWO_LEVELS, 2)}
