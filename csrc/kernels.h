@@ -7,10 +7,17 @@
 
 #include "dtype.h"
 #include "status.h"
+#include "wire.h"
 
 namespace zg {
 
 struct UpdateKernels;
+
+// Between float32, bfloat16 or float16 and a wire.
+struct WireKernels {
+  void (*encode)(Wire wire, const void* src, DType dtype, std::size_t count, void* dst);
+  void (*decode)(Wire wire, const void* src, std::size_t count, void* dst, DType dtype);
+};
 
 struct Kernels {
   const char* name;
@@ -24,6 +31,7 @@ struct Kernels {
                  void* out, DType out_dtype);
 
   const UpdateKernels* update;
+  const WireKernels* wire;
 };
 
 // The target in use: the one ZEROGRAPH_SIMD names, else the best this processor runs.

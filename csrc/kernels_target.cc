@@ -61,8 +61,10 @@ void reduce(const void* const* sources, size_t ranks, DType dtype, size_t count,
 }  // namespace
 
 extern const UpdateKernels ZG_JOIN(update_kernels_, ZG_TARGET);
+extern const WireKernels ZG_JOIN(wire_kernels_, ZG_TARGET);
 extern const Kernels ZG_JOIN(kernels_, ZG_TARGET);
 const Kernels ZG_JOIN(kernels_, ZG_TARGET) = {ZG_STRING(ZG_TARGET), convert, reduce,
-                                              &ZG_JOIN(update_kernels_, ZG_TARGET)};
+                                              &ZG_JOIN(update_kernels_, ZG_TARGET),
+                                              &ZG_JOIN(wire_kernels_, ZG_TARGET)};
 
 }  // namespace zg

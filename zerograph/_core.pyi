@@ -46,6 +46,14 @@ def reduce(
     target: str, sources: Sequence[int], dtype: DType, count: int, scale: float, out: int, out_dtype: DType
 ) -> None: ...
 
+class Wire(Enum):
+    fp8 = 0
+    int8 = 1
+    int4 = 2
+
+def encode(wire: Wire, src: int, dtype: DType, count: int, dst: int, target: str = "") -> None: ...
+def decode(wire: Wire, src: int, count: int, dst: int, dtype: DType, target: str = "") -> None: ...
+
 class Algorithm(Enum):
     adam = 0  # AdamW with decoupled=True
     sgd = 1

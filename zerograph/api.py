@@ -166,6 +166,7 @@ class Backend:
             tied=self._adoption.tied,
             loss_only=config.loss_only,
             cut_by=config.cut_by,
+            wires=config.wires,
             staging=self._planner.staging,
         )
 
@@ -269,6 +270,11 @@ def backend(*positional: Any, **options: Any) -> Backend:
             in replicas along the first. Default: all ranks of the default process group, or one process without any.
         dtype: compute and gather dtype; parameters stay as they are. Default: each parameter's own.
         reduce_dtype: dtype in which gradients are summed over ranks; default: float32 under 16-bit compute.
+        gather_wire: what matrices are gathered as (docs/guide/meshes.md): "bf16", or in blocks of 256 with a scale each
+            "fp8" or "int8". Every rank computes with what comes out of that. Default: the compute dtype, which
+            loses nothing.
+        reduce_wire: likewise what gradients of matrices are sent over a network as, "bf16", "int8" or "int4"; they are
+            summed in float32. Ranks that share a host's memory send nothing.
         bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.
         prefetch: buckets gathered ahead, where memory allows; at stage 3 at most ``prefetch + 1`` are gathered at once.
         recompute: activations that the backward computes again: "auto" (those that the partitioner finds cheap; with

@@ -16,5 +16,6 @@ PYBIND11_MODULE(_core, m) {
   bind_mailbox(m);
   bind_kernels(m);
   bind_update(m);
+  bind_wire(m);
   bind_io(m);
 }

@@ -57,6 +57,7 @@ void run(Work work) {
 void bind_mailbox(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_update(py::module_& m);
+void bind_wire(py::module_& m);
 void bind_io(py::module_& m);
 
 }  // namespace zg::bindings

@@ -29,6 +29,7 @@ from zerograph.runtime.comm.own_stream import OwnStream, Wait
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
 from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.waiting import BegunWait
+from zerograph.runtime.comm.wires import Terms, spread
 from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, second_group
 
 # Renamed in torch 2.13, which warns about the old names.
@@ -230,6 +231,7 @@ class _PendingReduce:
     results: list[Tensor]
     works: list[_Flight]
     alive: list[Tensor]
+    coded: tuple[list[int], Terms, _PendingExchange] | None = None  # of those whose gradients are sent in fewer bits
 
 
 @dataclass(slots=True)
@@ -472,9 +474,11 @@ class GroupCommunicator:
         results: list[Tensor] = [None] * len(params)  # type: ignore[list-item]
         # One message for each dtype and kind, in the order in which parameters stand: the same on all ranks.
         works, alive = [], []
+        coded = [i for i, p in enumerate(params) if p.reduce_wire is not None]
+        exact = [(i, p) for i, p in enumerate(params) if p.reduce_wire is None]
         self._begun()
-        for dtype, reduction in dict.fromkeys((p.reduce_dtype, p.reduction) for p in params):
-            members = [i for i, p in enumerate(params) if (p.reduce_dtype, p.reduction) == (dtype, reduction)]
+        for dtype, reduction in dict.fromkeys((p.reduce_dtype, p.reduction) for _, p in exact):
+            members = [i for i, p in exact if (p.reduce_dtype, p.reduction) == (dtype, reduction)]
             chosen = [params[i] for i in members]
             run = self._reduce_scatter if reduction == "reduce-scatter" else self._all_reduce
             parts, flight, send = run(chosen, [grads[i] for i in members], torch_dtype(dtype))
@@ -482,7 +486,19 @@ class GroupCommunicator:
             alive.append(send)
             for i, part in zip(members, parts, strict=True):
                 results[i] = part
-        return _PendingReduce(params, results, works, alive)
+        pending = _PendingReduce(params, results, works, alive)
+        if coded:
+            pending.coded = coded, *self._exchange_terms([params[i] for i in coded], [grads[i] for i in coded])
+        return pending
+
+    def _exchange_terms(self, params: Sequence[Param], grads: Sequence[Tensor]) -> tuple[Terms, _PendingExchange]:
+        terms = Terms(params, self.world_size, self.device)
+        for which, (p, grad) in enumerate(zip(params, grads, strict=True)):
+            parts = grad.new_zeros(self.world_size * p.summed_elements, dtype=torch.float32, device=self.device)
+            parts[: p.elements].copy_(grad.reshape(-1)).div_(self.world_size)
+            terms.encode(which, parts.view(self.world_size, -1))
+        sizes = [[terms.messages.shape[1]] * self.world_size] * self.world_size
+        return terms, self.start_exchange(list(terms.messages), sizes)
 
     def _reduce_scatter(
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
@@ -509,14 +525,22 @@ class GroupCommunicator:
         """See :class:`Communicator`."""
         for work in pending.works:
             self._wait(work)
+        exact = [i for i, p in enumerate(pending.params) if p.reduce_wire is None]
         # A device works on a list in a launch or two, where one by one each gradient takes one.
-        means = torch._foreach_div(pending.results, self.world_size) if pending.results else []
-        dtypes = [torch_dtype(p.dtype) for p in pending.params]
+        means = torch._foreach_div([pending.results[i] for i in exact], self.world_size) if exact else []
+        dtypes = [torch_dtype(pending.params[i].dtype) for i in exact]
         if any(mean.dtype != dtype for mean, dtype in zip(means, dtypes, strict=True)):
             cast = [torch.empty_like(mean, dtype=dtype) for mean, dtype in zip(means, dtypes, strict=True)]
             torch._foreach_copy_(cast, list(means))
             means = cast
-        return [mean.view(p.shard_shape(self.rank)) for p, mean in zip(pending.params, means, strict=True)]
+        for i, mean in zip(exact, means, strict=True):
+            pending.results[i] = mean.view(pending.params[i].shard_shape(self.rank))
+        if pending.coded is not None:
+            coded, terms, exchange = pending.coded
+            sums = terms.sums(self.finish_exchange(exchange), self.rank)
+            for i, mean in zip(coded, spread(self, terms.params, sums, self.rank), strict=True):
+                pending.results[i] = mean
+        return pending.results
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _PendingExchange:
         """See :class:`Communicator`."""

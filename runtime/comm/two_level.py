@@ -10,7 +10,7 @@ one. Gradients are summed in the order of ranks in each host, and these sums in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from torch import Tensor
 
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
-from zerograph.runtime.buffers import aligned, allocate_full, torch_dtype
+from zerograph.runtime.buffers import allocate_full
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.packing import padded_shards
 from zerograph.runtime.comm.paired import PairedCommunicator
 from zerograph.runtime.comm.shared_memory import SharedMemoryCommunicator, summable
+from zerograph.runtime.comm.wires import Terms, elements_of, spread
 
 _CPU = torch.device("cpu")
 
@@ -36,7 +37,7 @@ class _Gathering:
 
 @dataclass(slots=True, eq=False)
 class _Reducing:
-    params: Sequence[Param]
+    terms: Terms
     between: Any  # brings the sums of every host
 
 
@@ -100,27 +101,29 @@ class TwoLevelCommunicator(PairedCommunicator):
             for grad, size in zip(flat, own, strict=True)
         ]
         ticket = self.host.begin_reduce(params, pieces)
-        messages = torch.empty(self.hosts, sum(map(_room, params)), dtype=torch.uint8)
-        by_peer = [_parts(params, message, rank) for rank, message in zip(self._peers, messages, strict=True)]
-        self.host.end_reduce(params, ticket, [part for parts in by_peer for part in parts], 1.0 / self.world_size)
-        sizes = [[messages.shape[1]] * self.hosts] * self.hosts
-        return _Reducing(params, self.network.start_exchange(list(messages), sizes))
+        terms = Terms(params, self.hosts, _CPU)
+        # What is sent in fewer bits is summed in this host first.
+        sums = [
+            torch.zeros(self.hosts, p.summed_elements) if p.reduce_wire else terms.room_of(terms.messages, which)
+            for which, p in enumerate(params)
+        ]
+        parts = [
+            by_host[host][: elements_of(p, rank)]
+            for host, rank in enumerate(self._peers)
+            for p, by_host in zip(params, sums, strict=True)
+        ]
+        self.host.end_reduce(params, ticket, parts, 1.0 / self.world_size)
+        for which, (p, by_host) in enumerate(zip(params, sums, strict=True)):
+            if p.reduce_wire:
+                terms.encode(which, by_host)
+        sizes = [[terms.messages.shape[1]] * self.hosts] * self.hosts
+        return _Reducing(terms, self.network.start_exchange(list(terms.messages), sizes))
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
-        params = pending.params
-        terms = [_parts(params, message, self.rank) for message in self.network.finish_exchange(pending.between)]
-        means = [_sum(p, of_hosts) for p, *of_hosts in zip(params, *terms, strict=True)]
-        unsharded = [i for i, p in enumerate(params) if not p.sharded]
-        if unsharded:
-            # As rows of one element, of which each rank has the mean of some.
-            rows = Layout("rows", self.world_size)
-            whole = [params[i] for i in unsharded]
-            flat = [replace(p, shape=(p.elements,), compute_dtype=p.dtype, home=rows) for p in whole]
-            gathered = self.finish_gather(self.start_gather(flat, [means[i] for i in unsharded]))
-            for i, mean in zip(unsharded, gathered, strict=True):
-                means[i] = mean
-        return [mean.view(p.shard_shape(self.rank)) for p, mean in zip(params, means, strict=True)]
+        terms = pending.terms
+        means = terms.sums(self.network.finish_exchange(pending.between), self.rank)
+        return spread(self, terms.params, means, self.rank)
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _Exchanging:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`: first to the right host."""
@@ -144,26 +147,3 @@ class TwoLevelCommunicator(PairedCommunicator):
         for place, message in zip(senders, self.host.finish_exchange(passed), strict=True):
             found[place.start :: self.per_host] = message.split([sizes[rank][self.rank] for rank in place])
         return found
-
-
-def _room(param: Param) -> int:
-    """Bytes of a message for what a rank gets of a gradient."""
-    return aligned(param.summed_elements * torch_dtype(param.reduce_dtype).itemsize)
-
-
-def _parts(params: Sequence[Param], message: Tensor, rank: int) -> list[Tensor]:
-    """The elements that ``rank`` gets of each gradient, in its message."""
-    parts = []
-    for p, room in zip(params, message.split([_room(p) for p in params]), strict=True):
-        count = min(max(p.elements - rank * p.summed_elements, 0), p.summed_elements)
-        parts.append(room.view(torch_dtype(p.reduce_dtype))[:count])
-    return parts
-
-
-def _sum(param: Param, terms: Sequence[Tensor]) -> Tensor:
-    """The sum of the parts of all hosts."""
-    first, *others = terms
-    total = first.to(torch.float64 if param.reduce_dtype == "float64" else torch.float32)
-    for term in others:
-        total.add_(term)
-    return total.to(torch_dtype(param.dtype), copy=True)  # else all of the message lives as long

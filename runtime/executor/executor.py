@@ -34,6 +34,7 @@ from zerograph.core.slots import LEAVING
 from zerograph.runtime.buffers import padded
 from zerograph.runtime.comm.collectives import Communicator
 from zerograph.runtime.comm.entry import Entry, reason_of
+from zerograph.runtime.comm.wires import finish_gather, start_gather
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import EarlyUpdates
 from zerograph.runtime.executor.residency import GatheredCache
@@ -216,7 +217,7 @@ class Executor:
             if not instruction.fetched:
                 shards = self.store.fetches.finish(self.store.fetches.start(instruction.params, shards))
             shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]
-            cached = self.comm.start_gather(instruction.params, shards, arriving)
+            cached = start_gather(self.comm, instruction.params, shards, arriving)
             registers[instruction.out] = (instruction.params, cached)
         else:
             for wait in arriving:  # for nobody reads what came, and its memory is let go of
@@ -227,7 +228,7 @@ class Executor:
         params, pending = registers[instruction.pending]
         full = pending
         if params is not None:
-            full = self.comm.finish_gather(pending)
+            full = finish_gather(self.comm, pending)
             if instruction.resident:
                 self.cache.store(instruction.bucket, params, full)
         for register, tensor in zip(instruction.outs, full, strict=True):

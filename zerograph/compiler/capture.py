@@ -21,6 +21,7 @@ from zerograph.compiler.tileable import (
 from zerograph.core.config import CutBy
 from zerograph.core.layout import Layout
 from zerograph.core.step import Kind, Lookup, Op, Param, Step, Value
+from zerograph.core.wire import Wires
 from zerograph.graph.costs import (
     describing_sizes,
     flops_of,
@@ -53,6 +54,7 @@ class Setting:
         ends_at_break: whether the user's code goes on behind a graph break.
         cut_by: whether plans may run layers for some tokens or some samples at a time, so that it is worth looking
             which can.
+        wires: what parameters and gradients are sent as.
     """
 
     training: bool
@@ -61,6 +63,7 @@ class Setting:
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ends_at_break: bool = False
     cut_by: tuple[CutBy, ...] = ()
+    wires: Wires = Wires()  # noqa: RUF009  immutable
 
 
 def capture(graph: fx.Graph, setting: Setting) -> Step:
@@ -73,7 +76,10 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
     step = Step(
         ops=tuple(_op(n, n in backward, part) for n in part.ops),
         values=tuple(_value(n, part) for n in part.nodes),
-        params=tuple(replace(p, tied_to=setting.tied.get(p.name, ())) for p in _params(graph, setting.world_size)),
+        params=tuple(
+            replace(setting.wires.of(p), tied_to=setting.tied.get(p.name, ()))
+            for p in _params(graph, setting.world_size)
+        ),
         training=setting.training,
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
         lookups=tuple(_lookups(graph)),

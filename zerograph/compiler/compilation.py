@@ -15,6 +15,7 @@ from zerograph.core.config import CutBy
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.step import Step
+from zerograph.core.wire import Wires
 from zerograph.runtime.executor.executor import Runtime
 
 
@@ -41,6 +42,7 @@ class Compilation:
         repeats_layers: whether a few of many layers that are alike are traced in place of all.
         loss_only: whether a forward that trains returns None in place of logits.
         cut_by: whether plans may run layers for some tokens or some samples at a time.
+        wires: what parameters and gradients are sent as.
         staging: the tier whose memory NVMe reads and writes: the host's, where that is not the device's.
         text_of: a graph as text, to show what passes did to it; empty where nobody reads it.
     """
@@ -56,5 +58,6 @@ class Compilation:
     repeats_layers: bool = True
     loss_only: bool = False
     cut_by: tuple[CutBy, ...] = ()
+    wires: Wires = Wires()  # noqa: RUF009  immutable
     staging: Tier = "device"
     text_of: Callable[[fx.GraphModule], str] = lambda _: ""

@@ -123,7 +123,7 @@ def _plan(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
     made = frame.compilation
     rewrite(frame, kind, gm, "traced")
     training = kind == "joint"
-    setting = Setting(training, made.world_size, made.moments, made.tied, frame.ends_at_break, made.cut_by)
+    setting = Setting(training, made.world_size, made.moments, made.tied, frame.ends_at_break, made.cut_by, made.wires)
     frame.step = capture(gm.graph, setting)
     frame.plan = made.plan_for(frame.code, frame.step, frame.plain)
 

@@ -13,6 +13,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.machine import OFFLOAD_TIERS, TIER_NAMES, Machine, OffloadTier, Tier, machine_from, offload_tier
 from zerograph.core.plan import OFFLOADS, UPDATES, Bucket, GivenPlan, Offload, Update, level_at
 from zerograph.core.units import parse_bytes
+from zerograph.core.wire import GATHER_WIRES, REDUCE_WIRES, GatherWire, ReduceWire, Wires
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,8 @@ class Config:
             is the default process group.
         dtype: dtype of gathered parameters and of compute; None is each parameter's own.
         reduce_dtype: dtype gradients are summed in; None is float32 under 16-bit compute, else the gradient's own.
+        gather_wire: what matrices are gathered as; None is the compute dtype.
+        reduce_wire: what gradients of matrices are sent over a network as; None is the dtype of the reduction.
         bucket_size: bytes of gathered parameters that travel in one collective, at most (one large parameter may
             exceed it).
         prefetch: buckets gathered ahead of the one in use, at most; then ``prefetch + 1`` are unsharded at stage 3.
@@ -107,6 +110,8 @@ class Config:
     mesh: DeviceMesh | None = None
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    gather_wire: GatherWire | None = None
+    reduce_wire: ReduceWire | None = None
     bucket_size: int = DEFAULT_BUCKET_SIZE
     prefetch: int = DEFAULT_PREFETCH
     recompute: Recompute = "auto"
@@ -127,6 +132,11 @@ class Config:
     memory: int | None = None
     machine: Machine | None = None
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    @property
+    def wires(self) -> Wires:
+        """What parameters and gradients are sent as."""
+        return Wires(self.gather_wire, self.reduce_wire)
 
     @property
     def sharding(self) -> Literal[0, 1, 2, 3]:
@@ -317,6 +327,18 @@ class Config:
         self._validate_offload()
         for name in ("dtype", "reduce_dtype"):
             _require_dtype(name, getattr(self, name))
+        for name, wires in (("gather_wire", GATHER_WIRES), ("reduce_wire", REDUCE_WIRES)):
+            wire = getattr(self, name)
+            require(
+                wire is None or wire in wires,
+                f"{name} must be one of {wires} or None, got {wire!r}",
+                "they lose digits, for links that are slower than compute; None sends what is computed",
+            )
+        require(
+            self.gather_wire is None or self.sharding > 0,
+            f"gather_wire={self.gather_wire!r} at stage 0, which gathers nothing",
+            "stage 1 to 3 gather parameters; gradients have reduce_wire=",
+        )
         if self.mesh is not None:
             _require_mesh(self.mesh)
 

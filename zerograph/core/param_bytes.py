@@ -54,7 +54,13 @@ def reduced_bytes(params: Iterable[Param]) -> int:
 
     An all-reduce counts twice: its sums go back to all ranks.
     """
-    return sum(p.elements * ITEM_SIZE[p.reduce_dtype] * (2 if p.reduction == "all-reduce" else 1) for p in params)
+    return sum(_reduced(p) * (2 if p.reduction == "all-reduce" else 1) for p in params)
+
+
+def _reduced(param: Param) -> int:
+    if param.reduce_wire is not None:
+        return param.term_bytes * param.home.ranks
+    return param.elements * ITEM_SIZE[param.reduce_dtype]
 
 
 def sizes_of_states(params: Iterable[Param], moments: int) -> dict[str, int]:

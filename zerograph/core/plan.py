@@ -37,7 +37,7 @@ __all__ = [
     "token_tiles",
 ]
 
-VERSION = 14
+VERSION = 15
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays resident: until its last use in a graph, until its use in the backward, or until

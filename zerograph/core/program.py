@@ -122,7 +122,8 @@ class Program:
             if isinstance(instruction, Collective):
                 for p in instruction.params:
                     how = "" if p.sharded else " whole"
-                    dtype = p.wire if instruction.operation == "gather" else p.reduce_dtype
+                    gathers = instruction.operation == "gather"
+                    dtype = (p.gather_wire or p.compute_dtype) if gathers else (p.reduce_wire or p.reduce_dtype)
                     # Names, and not sizes alone: different parameters of one size would be summed without an error.
                     rows = f" rows {p.begin} to {p.end}" if isinstance(p, ParamTile) else ""
                     what = f"{p.name}{rows} {list(p.shape)} {dtype}{how}"

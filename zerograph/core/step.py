@@ -25,6 +25,18 @@ Dimension = Literal["batch", "seq"]
 ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
 ITEM_SIZE |= {"int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
+WIRE_BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
+WIRE_BLOCK = 256
+"""Elements that share a scale, a float32, in wires of less than 16 bits (``csrc/wire.h`` has the layout)."""
+
+
+def wire_bytes(wire: str, elements: int) -> int:
+    """Bytes of so many elements as ``wire`` sends them, one of :data:`WIRE_BITS`: all elements, then the scales."""
+    bits = WIRE_BITS[wire]
+    if bits == 16:
+        return 2 * elements
+    return -(-elements * bits // 32) * 4 + 4 * -(-elements // WIRE_BLOCK)
+
 
 @dataclass(frozen=True, slots=True)
 class Param:
@@ -40,6 +52,8 @@ class Param:
         home: its layout between steps: split by rows over ranks, or whole on each (scalars, fewer rows than ranks,
             stage 0).
         tied_to: other names that the model has for it: one parameter, gathered, reduced and updated once.
+        gather_wire: format that its gathers send (:mod:`zerograph.core.wire`); None is the compute dtype.
+        reduce_wire: format that reductions of its gradient send over a network; None is the dtype of the reduction.
     """
 
     name: str
@@ -50,6 +64,8 @@ class Param:
     trainable: bool
     home: Layout
     tied_to: tuple[str, ...] = ()
+    gather_wire: str | None = None
+    reduce_wire: str | None = None
 
     @property
     def elements(self) -> int:
@@ -99,14 +115,18 @@ class Param:
         return self.chunk_elements * (self.home.ranks if self.sharded else 1)
 
     @property
-    def wire(self) -> str:
-        """The format that it is gathered in: the dtype that is computed with."""
-        return self.compute_dtype
+    def sent_bytes(self) -> int:
+        """Bytes that a rank sends in a gather: its padded shard, in the format that this sends."""
+        if self.gather_wire is not None:
+            return wire_bytes(self.gather_wire, self.chunk_elements)
+        return self.chunk_elements * ITEM_SIZE[self.compute_dtype]
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes that a rank sends in a gather: its padded shard, in the wire's format."""
-        return self.chunk_elements * ITEM_SIZE[self.wire]
+    def term_bytes(self) -> int:
+        """Bytes of what a rank sends to each that sums its gradient: a part of it, in the format that this sends."""
+        if self.reduce_wire is not None:
+            return wire_bytes(self.reduce_wire, self.summed_elements)
+        return self.summed_elements * ITEM_SIZE[self.reduce_dtype]
 
     @property
     def summed_elements(self) -> int:

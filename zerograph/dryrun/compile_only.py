@@ -205,6 +205,7 @@ class _Call:
                 repeats_layers=repeat_layers,
                 loss_only=config.loss_only,
                 cut_by=cut_by,
+                wires=config.wires,
                 staging=planner.staging,
                 text_of=lambda gm: str(gm.graph),
             )

@@ -102,7 +102,8 @@ def plan_file(
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, programs=False,
             searched=True, moments=moments, dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
-            batch_tiles=config.batch_tiles, device=device,
+            batch_tiles=config.batch_tiles, gather_wire=config.gather_wire, reduce_wire=config.reduce_wire,
+            device=device,
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
         return file_from_search(

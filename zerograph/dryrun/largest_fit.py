@@ -136,7 +136,8 @@ def probe(
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
         make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=constraints.sharding, moments=moments,
-        repeat_layers=repeat_layers, token_tiles=config.token_tiles, batch_tiles=config.batch_tiles, device=device,
+        repeat_layers=repeat_layers, token_tiles=config.token_tiles, batch_tiles=config.batch_tiles,
+        gather_wire=config.gather_wire, reduce_wire=config.reduce_wire, device=device,
     )  # fmt: skip
     return Probe(steps, machine, constraints, moments)
 

@@ -231,7 +231,7 @@ def _refuse_meta(params: Sequence[nn.Parameter]) -> None:
 
 def _given(config: Config, roots: Sequence[nn.Module], objects: Sequence[Any]) -> list[str]:
     """Facts that must be equal on all ranks before anything is sharded, a line each. Budgets and batches may differ."""
-    names = ("stage", "dtype", "reduce_dtype", "bucket_size", "prefetch", "recompute")
+    names = ("stage", "dtype", "reduce_dtype", "gather_wire", "reduce_wire", "bucket_size", "prefetch", "recompute")
     lines = [f"{name}={getattr(config, name)}" for name in names]
     for root in roots:
         lines += [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in root.named_parameters()]

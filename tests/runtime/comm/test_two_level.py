@@ -5,8 +5,6 @@ Tests ``runtime/comm/connecting.py``. Hosts are those that ranks take for their 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 from exact import TWO_LEVELS, rows, tolerance, values
 from ranks import run
+from taken_hosts import on_hosts, on_two_hosts, opened
 from torch import Tensor, nn
 
 import zerograph
@@ -21,14 +20,12 @@ from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.buffers import torch_dtype
-from zerograph.runtime.comm import connecting, shared_memory
+from zerograph.runtime.comm import shared_memory
 from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks, together
-from zerograph.runtime.comm.connecting import connect, ranks_of_each
+from zerograph.runtime.comm.connecting import ranks_of_each
 from zerograph.runtime.comm.entry import Entry
-from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.two_level import TwoLevelCommunicator
 
-CPU = torch.device("cpu")
 WORLD = 4
 ROWS, WHOLE = Layout("rows", WORLD), Layout("whole", WORLD)
 PARAMS = (
@@ -46,24 +43,6 @@ PARAMS = (
     Param("scalar", (), "float32", "float32", "float32", True, WHOLE),
 )
 SHARDED = [p for p in PARAMS if p.sharded]
-
-
-@contextlib.contextmanager
-def on_hosts(host_of: Callable[[int], int] = lambda rank: rank // 2) -> Iterator[pytest.MonkeyPatch]:
-    """Inside this rank takes itself for one on the host of that number."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connecting, "this_host", lambda: f"host {host_of(dist.get_rank())}")
-        yield patch
-
-
-def opened() -> Communicator:
-    assert dist.group.WORLD is not None
-    return connect(dist.group.WORLD, CPU, Rendezvous.open(dist.group.WORLD, CPU))
-
-
-def on_two_hosts() -> Communicator:
-    with on_hosts():
-        return opened()
 
 
 def check_gathered(comm: Communicator) -> None:

@@ -141,6 +141,8 @@ _FIELDS = {
     "dtype": "dtype",
     "compute_dtype": "compute dtype",
     "reduce_dtype": "dtype of the reduction",
+    "gather_wire": "wire of the gathers",
+    "reduce_wire": "wire of the reduction",
     "trainable": "trainable",
     "home": "layout",
     "tied_to": "other names",

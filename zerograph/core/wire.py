@@ -1,0 +1,37 @@
+"""Formats that matrices travel between ranks in, where they are not those that they are computed in. No torch.
+
+Of "fp8" (e4m3), "int8" and "int4" each block of 256 elements has a scale, by which its largest one is the largest of the
+format: ZeRO++ (arXiv:2306.10209) sends weights and gradients so. "bf16" has none. These lose digits; nothing is sent so
+unless it is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple, TypeVar, get_args
+
+from zerograph.core.step import Param
+
+GatherWire = Literal["bf16", "fp8", "int8"]
+ReduceWire = Literal["bf16", "int8", "int4"]
+GATHER_WIRES, REDUCE_WIRES = get_args(GatherWire), get_args(ReduceWire)
+_SHORTENED = ("float32", "bfloat16", "float16")
+P = TypeVar("P", bound=Param)
+
+
+class Wires(NamedTuple):
+    """What gathers and reductions send matrices as; None sends what is computed."""
+
+    gather: GatherWire | None = None
+    reduce: ReduceWire | None = None
+
+    def of(self, param: P) -> P:
+        """``param`` with the formats that it travels in.
+
+        Only matrices are worth it: vectors (norms, biases) are few bytes, and lose most.
+        """
+        if param.home.ranks == 1 or len(param.shape) < 2:
+            return param
+        gathered = self.gather if param.gather and param.compute_dtype in _SHORTENED else None
+        reduced = self.reduce if param.reduce_dtype in _SHORTENED else None
+        return replace(param, gather_wire=gathered, reduce_wire=reduced)
