@@ -22,6 +22,7 @@ from zerograph.core.machine import DTYPES, OFFLOAD_TIERS, PRECISIONS, machine_fr
 from zerograph.core.plan import OVERLAPS, UPDATES
 from zerograph.core.step import Dimension
 from zerograph.core.units import format_bytes
+from zerograph.core.wire import GATHER_WIRES, REDUCE_WIRES
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.estimate.sizes import ModelSize, format_count
 from zerograph.planner.explain.reasons import runs
@@ -95,6 +96,8 @@ TILES = Parsed("auto|N", _tiles)
     show_default=True,
     help="float32 products: torch's default, or high (TF32).",
 )
+@click.option("--gather-wire", type=click.Choice(GATHER_WIRES), help="What matrices are gathered as.")
+@click.option("--reduce-wire", type=click.Choice(REDUCE_WIRES), help="What gradients of matrices are sent as.")
 @click.option("--bucket-size", help=f"Gathered bytes per collective.  [default: 32MiB; {_CHOSEN}]")
 @click.option(
     "--prefetch",
