@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from numerics.test_offload import Run, adamw
 from ranks import run
 from taken_hosts import on_hosts
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerograph
 from zerograph.core.errors import ConfigError, ZeroGraphError
@@ -133,3 +135,29 @@ def _differ() -> str:
 
 def test_ranks_with_other_wires_are_told() -> None:
     assert all("gather_wire" in text for text in run(2, _differ))
+
+
+def _over_replicas() -> None:
+    exact, between, alone = (
+        Run(adamw, stage=3, mesh=init_device_mesh("cpu", sizes), **wires)
+        for sizes, wires in (((2, 2), {}), ((2, 2), {"reduce_wire": "int8"}), ((4, 1), {"reduce_wire": "int8"}))
+    )
+    for training in (exact, between, alone):
+        training.steps(3)
+    for training in (between, alone):
+        losses, values, _ = training.result()
+        assert losses == pytest.approx(exact.losses, rel=0.02)
+        assert losses != exact.losses
+        sums: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sums, [value.double().sum().item() for value in values.values()])
+        assert all(one == sums[0] for one in sums)
+
+
+def test_replicas_stay_equal() -> None:
+    """Between hosts, of which each rank takes itself for one: in shared memory nothing is sent."""
+    run(4, _on_own_hosts, _over_replicas)
+
+
+def _on_own_hosts(work: Callable[[], None]) -> None:
+    with on_hosts(lambda rank: rank):
+        work()

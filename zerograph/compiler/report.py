@@ -12,6 +12,7 @@ from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Stage
 from zerograph.core.plan import Bucket
 from zerograph.core.units import format_bytes, format_ranks
+from zerograph.core.wire import Wires
 from zerograph.planner.profile.loss import why_untiled
 from zerograph.planner.programs.process_memory import Resident
 from zerograph.runtime.comm.collectives import Communicator
@@ -111,6 +112,7 @@ class Report:
         whole_logits: by frame, why its logits, or those of a second head, exist for all tokens at once.
         recorded: the last step that ``backend.record()`` recorded.
         replicas: ranks that have the same shards.
+        wires: what matrices are gathered as, and their gradients sent as.
     """
 
     stage: Stage
@@ -131,6 +133,7 @@ class Report:
     whole_logits: Mapping[int, str] = field(default_factory=dict)
     recorded: RecordedStep | None = None
     replicas: int = 1
+    wires: Wires = Wires()  # noqa: RUF009  immutable
 
     @classmethod
     def of(
@@ -170,6 +173,7 @@ class Report:
             },
             whole_logits={f.index: why for f in compiled if (why := why_untiled(f.step, f.plan.loss_tiles))},
             recorded=recorded,
+            wires=next((f.compilation.wires for f in compiled), Wires()),
         )
 
     def __str__(self) -> str:
@@ -180,6 +184,9 @@ class Report:
             f"  runs: {', '.join(f'{n} {kind}' for kind, n in self.runs.items()) or 'none yet'}; "
             f"at most {self.peak_whole_buckets} buckets whole at a time",
         ]
+        if any(self.wires):
+            gathered, reduced = (wire or "they are" for wire in self.wires)
+            lines.append(f"  matrices are gathered as {gathered}; gradients of them travel between hosts as {reduced}")
         if self.on_nvme:
             sizes = ", ".join(f"{what} {format_bytes(size)}" for what, size in self.on_nvme.items())
             lines.append(f"  on NVMe: {sizes}; updates stream through {format_bytes(self.slots)} of memory")

@@ -30,8 +30,9 @@ class Wires(NamedTuple):
 
         Only matrices are worth it: vectors (norms, biases) are few bytes, and lose most.
         """
-        if param.home.ranks == 1 or len(param.shape) < 2:
+        if len(param.shape) < 2:
             return param
-        gathered = self.gather if param.gather and param.compute_dtype in _SHORTENED else None
+        gathers = param.gather and param.home.ranks > 1  # one rank copies at most
+        gathered = self.gather if gathers and param.compute_dtype in _SHORTENED else None
         reduced = self.reduce if param.reduce_dtype in _SHORTENED else None
         return replace(param, gather_wire=gathered, reduce_wire=reduced)
