@@ -64,7 +64,9 @@ def losses(gather: str | None, reduce: str | None, args: argparse.Namespace) -> 
     return queue.get()
 
 
-def train(rank: int, gather: str | None, reduce: str | None, world: int, steps: int, stage: int, queue: mp.Queue) -> None:
+def train(
+    rank: int, gather: str | None, reduce: str | None, world: int, steps: int, stage: int, queue: mp.Queue
+) -> None:
     from gpt import GPT, Config, evaluate
     from text import batches, load
 

@@ -1,8 +1,8 @@
 """Formats that matrices travel between ranks in, where they are not those that they are computed in. No torch.
 
-Of "fp8" (e4m3), "int8" and "int4" each block of 256 elements has a scale, by which its largest one is the largest of the
-format: ZeRO++ (arXiv:2306.10209) sends weights and gradients so. "bf16" has none. These lose digits; nothing is sent so
-unless it is asked for.
+Of "fp8" (e4m3), "int8" and "int4" each block of 256 elements has a scale, by which its largest one is the largest of
+the format: ZeRO++ (arXiv:2306.10209) sends weights and gradients so. "bf16" has none. These lose digits; nothing is
+sent so unless it is asked for.
 """
 
 from __future__ import annotations
