@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from facts import append_json, describe, machine_facts
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -42,16 +41,14 @@ def main() -> int:
     facts = machine_facts("cpu")
     OUT.print(f"GPT of examples/01_first_run.py, {args.ranks} ranks, {args.steps} steps, stage {args.stage}")
     OUT.print(describe(facts))
-    table = Table("gather_wire", "reduce_wire", "training loss", "of that without", "held-out loss", "of that without")
     found: dict[str, Losses] = {}
     for wires in WIRES:
         trained, held_out = found[f"{wires[0]}/{wires[1]}"] = losses(*wires, args)
         first = found["None/None"]
-        table.add_row(
-            *(wire or "" for wire in wires), f"{trained:.4f}", f"{trained / first[0]:.4f}", f"{held_out:.4f}",
-            f"{held_out / first[1]:.4f}",
-        )  # fmt: skip
-    OUT.print(table)
+        OUT.print(
+            f"gather_wire={wires[0]} reduce_wire={wires[1]}: training loss {trained:.4f}, "
+            f"{trained / first[0]:.4f} of that without; held-out {held_out:.4f}, {held_out / first[1]:.4f}"
+        )
     if args.json:
         append_json(args.json, {"ranks": args.ranks, "steps": args.steps, "stage": args.stage, **facts, "wires": found})
     return 0

@@ -1,6 +1,6 @@
 """The list of passes is the order in which they run; each has a file and a test of its name.
 
-Tests ``compiler/driver.py`` and ``compiler/frame.py``.
+Tests ``compiler/driver.py``, ``compiler/compilation.py`` and ``compiler/frame.py``.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ TILES = Parsed("auto|N", _tiles)
     show_default=True,
     help="float32 products: torch's default, or high (TF32).",
 )
-@click.option("--gather-wire", type=click.Choice(GATHER_WIRES), help="What matrices are gathered as.")
-@click.option("--reduce-wire", type=click.Choice(REDUCE_WIRES), help="What gradients of matrices are sent as.")
+@click.option("--gather-wire", type=click.Choice(GATHER_WIRES), help="Format that matrices are gathered in.")
+@click.option("--reduce-wire", type=click.Choice(REDUCE_WIRES), help="Format that gradients of matrices are sent in.")
 @click.option("--bucket-size", help=f"Gathered bytes per collective.  [default: 32MiB; {_CHOSEN}]")
 @click.option(
     "--prefetch",
