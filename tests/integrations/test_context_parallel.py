@@ -1,6 +1,6 @@
 """Sequences that ranks share, against plain PyTorch on one process with all of each.
 
-Tests ``zerograph/integrations/torch_private.py``.
+Tests ``integrations/torch_private.py``.
 """
 
 from __future__ import annotations
