@@ -23,7 +23,7 @@ from torch import Tensor
 from zerograph.core.errors import RankError
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
-from zerograph.runtime.buffers import Full, allocate_full, torch_dtype
+from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype
 from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.comm.own_stream import OwnStream, Wait
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
@@ -43,6 +43,8 @@ class Communicator(Protocol):
     name: str
     rank: int
     world_size: int
+    pool: BufferPool | None
+    """Memory for what is gathered; None where the device's allocator has it."""
     steps: int
     """Optimizer steps, as compared at the last entry."""
 
@@ -154,7 +156,7 @@ class LoneCommunicator:
     """The transport of a lone rank: its shards are whole, so that a gather casts them at most."""
 
     name, rank, world_size, steps, generation = "no communication", 0, 1, 0, 0
-    rendezvous = None
+    rendezvous = pool = None
 
     def trim(self) -> None:
         """There is none."""
@@ -231,7 +233,7 @@ class _PendingReduce:
     results: list[Tensor]
     works: list[_Flight]
     alive: list[Tensor]
-    coded: tuple[list[int], Terms, _PendingExchange] | None = None  # of those whose gradients are sent in fewer bits
+    exchanged: tuple[list[int], Terms, _PendingExchange] | None = None  # of those that ranks send each other parts of
 
 
 @dataclass(slots=True)
@@ -246,7 +248,8 @@ class GroupCommunicator:
     """Collectives of ``torch.distributed``: NCCL, gloo, or any other backend.
 
     On NCCL the all-gathers of a bucket are coalesced into one launch and write straight into the full parameters;
-    elsewhere a bucket travels as one flat message and is copied out. On an accelerator gathers and reductions have a
+    elsewhere a bucket travels as one flat message and is copied out. Gradients on gloo between CPUs, and those that are
+    sent in fewer bits, are exchanged and summed by the ranks themselves, in their order. On an accelerator gathers and reductions have a
     stream each. NCCL runs the collectives of one group one after the other all the same, so reductions get a second
     group: they overlap gathers as well as compute.
 
@@ -259,6 +262,8 @@ class GroupCommunicator:
     they have enqueued; if these differ, every rank that failed raises, then and at every later program. A rank that
     did not fail waits on its device, which NCCL's own watchdog ends after the group's timeout.
     """
+
+    pool = None
 
     def __init__(
         self,
@@ -474,11 +479,11 @@ class GroupCommunicator:
         results: list[Tensor] = [None] * len(params)  # type: ignore[list-item]
         # One message for each dtype and kind, in the order in which parameters stand: the same on all ranks.
         works, alive = [], []
-        coded = [i for i, p in enumerate(params) if p.reduce_wire is not None]
-        exact = [(i, p) for i, p in enumerate(params) if p.reduce_wire is None]
+        exchanged = [i for i, p in enumerate(params) if self._exchanges(p)]
+        others = [(i, p) for i, p in enumerate(params) if not self._exchanges(p)]
         self._begun()
-        for dtype, reduction in dict.fromkeys((p.reduce_dtype, p.reduction) for _, p in exact):
-            members = [i for i, p in exact if (p.reduce_dtype, p.reduction) == (dtype, reduction)]
+        for dtype, reduction in dict.fromkeys((p.reduce_dtype, p.reduction) for _, p in others):
+            members = [i for i, p in others if (p.reduce_dtype, p.reduction) == (dtype, reduction)]
             chosen = [params[i] for i in members]
             run = self._reduce_scatter if reduction == "reduce-scatter" else self._all_reduce
             parts, flight, send = run(chosen, [grads[i] for i in members], torch_dtype(dtype))
@@ -487,25 +492,34 @@ class GroupCommunicator:
             for i, part in zip(members, parts, strict=True):
                 results[i] = part
         pending = _PendingReduce(params, results, works, alive)
-        if coded:
-            pending.coded = coded, *self._exchange_terms([params[i] for i in coded], [grads[i] for i in coded])
+        if exchanged:
+            parts = self._exchange_terms([params[i] for i in exchanged], [grads[i] for i in exchanged])
+            pending.exchanged = exchanged, *parts
         return pending
 
+    def _exchanges(self, param: Param) -> bool:
+        """Whether ranks send each other their parts of the gradient, and sum these in the order of ranks: in fewer
+        bits, and over gloo between CPUs, which would send twice as much, as it makes an all-reduce of a
+        reduce-scatter."""
+        return param.reduce_wire is not None or (self.compares and self.device.type == "cpu")
+
     def _exchange_terms(self, params: Sequence[Param], grads: Sequence[Tensor]) -> tuple[Terms, _PendingExchange]:
-        terms = Terms(params, self.world_size, self.device)
+        terms = Terms(params)
+        messages = terms.messages(self.world_size, self.device)
         for which, (p, grad) in enumerate(zip(params, grads, strict=True)):
-            parts = grad.new_zeros(self.world_size * p.summed_elements, dtype=torch.float32, device=self.device)
-            parts[: p.elements].copy_(grad.reshape(-1)).div_(self.world_size)
-            terms.encode(which, parts.view(self.world_size, -1))
-        sizes = [[terms.messages.shape[1]] * self.world_size] * self.world_size
-        return terms, self.start_exchange(list(terms.messages), sizes)
+            dtype = torch.float32 if p.reduce_wire is not None else torch_dtype(p.reduce_dtype)
+            parts = grad.new_zeros(self.world_size * p.summed_elements, dtype=dtype, device=self.device)
+            parts[: p.elements].copy_(grad.reshape(-1))
+            terms.write(messages, which, parts.view(self.world_size, -1))
+        sizes = [terms.bytes] * self.world_size
+        return terms, self._exchange(messages.view(-1), sizes, sizes, self._reductions, self.reduce_group)
 
     def _reduce_scatter(
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], _Flight, Tensor]:
         lengths = [p.chunk_elements for p in params]
         send = gradient_message(params, grads, dtype, self.device)
-        if self.compares:  # as gloo does by itself, in twice the time, and then its wait has no timeout
+        if self.compares:  # as gloo does by itself, and then its wait has no timeout
             out = send[self.rank]
             flight = self._launch(None, dist.all_reduce, send, group=self.reduce_group)
         else:
@@ -525,32 +539,36 @@ class GroupCommunicator:
         """See :class:`Communicator`."""
         for work in pending.works:
             self._wait(work)
-        exact = [i for i, p in enumerate(pending.params) if p.reduce_wire is None]
+        others = [i for i, p in enumerate(pending.params) if not self._exchanges(p)]
         # A device works on a list in a launch or two, where one by one each gradient takes one.
-        means = torch._foreach_div([pending.results[i] for i in exact], self.world_size) if exact else []
-        dtypes = [torch_dtype(pending.params[i].dtype) for i in exact]
+        means = torch._foreach_div([pending.results[i] for i in others], self.world_size) if others else []
+        dtypes = [torch_dtype(pending.params[i].dtype) for i in others]
         if any(mean.dtype != dtype for mean, dtype in zip(means, dtypes, strict=True)):
             cast = [torch.empty_like(mean, dtype=dtype) for mean, dtype in zip(means, dtypes, strict=True)]
             torch._foreach_copy_(cast, list(means))
             means = cast
-        for i, mean in zip(exact, means, strict=True):
+        for i, mean in zip(others, means, strict=True):
             pending.results[i] = mean.view(pending.params[i].shard_shape(self.rank))
-        if pending.coded is not None:
-            coded, terms, exchange = pending.coded
-            sums = terms.sums(self.finish_exchange(exchange), self.rank)
-            for i, mean in zip(coded, spread(self, terms.params, sums, self.rank), strict=True):
+        if pending.exchanged is not None:
+            exchanged, terms, exchange = pending.exchanged
+            sums = terms.sums(self.finish_exchange(exchange), self.rank, 1.0 / self.world_size)
+            for i, mean in zip(exchanged, spread(self, terms.params, sums, self.rank), strict=True):
                 pending.results[i] = mean
         return pending.results
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _PendingExchange:
         """See :class:`Communicator`."""
         flat = torch.cat([send.to(self.device) for send in sends])
-        coming = [own[self.rank] for own in sizes]
-        received = flat.new_empty(sum(coming))
         self._begun()
-        exchange = partial(dist.all_to_all_single, output_split_sizes=coming, input_split_sizes=list(sizes[self.rank]))
-        flight = self._launch(self._gathers, exchange, received, flat, group=self.group)
-        return _PendingExchange(received, coming, flight, flat)
+        coming = [own[self.rank] for own in sizes]
+        return self._exchange(flat, list(sizes[self.rank]), coming, self._gathers, self.group)
+
+    def _exchange(
+        self, flat: Tensor, going: list[int], coming: list[int], stream: OwnStream | None, group: dist.ProcessGroup
+    ) -> _PendingExchange:
+        received = flat.new_empty(sum(coming))
+        exchange = partial(dist.all_to_all_single, output_split_sizes=coming, input_split_sizes=going)
+        return _PendingExchange(received, coming, self._launch(stream, exchange, received, flat, group=group), flat)
 
     def finish_exchange(self, pending: _PendingExchange) -> list[Tensor]:
         """See :class:`Communicator`."""

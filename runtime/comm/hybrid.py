@@ -38,7 +38,7 @@ class HybridCommunicator(PairedCommunicator):
         super().__init__(shards, replicas)
         self.shards, self.replicas = shards, replicas
         self.name = f"{shards.name}; between replicas {replicas.name}"
-        self.rank, self.world_size = shards.rank, shards.world_size
+        self.rank, self.world_size, self.pool = shards.rank, shards.world_size, shards.pool
         self.per_host = shards.per_host if isinstance(shards, PairedCommunicator) else None
         self._last: _PendingHybrid | None = None  # that is not under way between replicas
 

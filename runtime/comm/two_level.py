@@ -62,6 +62,7 @@ class TwoLevelCommunicator(PairedCommunicator):
         super().__init__(host, network)
         self.host, self.network = host, network
         self.hosts, self.per_host = network.world_size, host.world_size
+        self.pool = host.pool
         self.rank, self.world_size = network.rank * self.per_host + host.rank, self.hosts * self.per_host
         self.name = f"{host.name} in each of {self.hosts} hosts, between them {network.name}"
         self._peers = range(host.rank, self.world_size, self.per_host)  # the ranks of this place
@@ -101,10 +102,11 @@ class TwoLevelCommunicator(PairedCommunicator):
             for grad, size in zip(flat, own, strict=True)
         ]
         ticket = self.host.begin_reduce(params, pieces)
-        terms = Terms(params, self.hosts, _CPU)
+        terms = Terms(params)
+        messages = terms.messages(self.hosts, _CPU)
         # What is sent in fewer bits is summed in this host first.
         sums = [
-            torch.zeros(self.hosts, p.summed_elements) if p.reduce_wire else terms.room_of(terms.messages, which)
+            torch.zeros(self.hosts, p.summed_elements) if p.reduce_wire else terms.room_of(messages, which)
             for which, p in enumerate(params)
         ]
         parts = [
@@ -115,9 +117,9 @@ class TwoLevelCommunicator(PairedCommunicator):
         self.host.end_reduce(params, ticket, parts, 1.0 / self.world_size)
         for which, (p, by_host) in enumerate(zip(params, sums, strict=True)):
             if p.reduce_wire:
-                terms.encode(which, by_host)
-        sizes = [[terms.messages.shape[1]] * self.hosts] * self.hosts
-        return _Reducing(terms, self.network.start_exchange(list(terms.messages), sizes))
+                terms.write(messages, which, by_host)
+        sizes = [[terms.bytes] * self.hosts] * self.hosts
+        return _Reducing(terms, self.network.start_exchange(list(messages), sizes))
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""

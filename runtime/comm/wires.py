@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _KERNELS = {"fp8": _core.Wire.fp8, "int8": _core.Wire.int8, "int4": _core.Wire.int4}
 _MOST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+_WIDE = {torch.float64: torch.float64}
+"""Where sums are wider than float32."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -101,10 +104,9 @@ def _extent(wire: str, elements: int) -> tuple[int, int]:
 
 @dataclass(slots=True, eq=False)
 class _Coded:
-    """A gather under way: ``coded`` are the places of what comes in fewer bits."""
+    """A gather under way of ``params``, of which some come in fewer bits."""
 
     params: Sequence[Param]
-    coded: list[int]
     pending: Any
 
 
@@ -115,24 +117,23 @@ def start_gather(
 
     What is encoded waits for ``behind`` where it is computed: the transport would have waited beside that.
     """
-    coded = [i for i, p in enumerate(params) if p.gather_wire is not None]
-    if not coded:
+    if all(p.gather_wire is None for p in params):
         return comm.start_gather(params, shards, behind)
     for wait in behind:
         wait()
-    sent, sends = list(params), list(shards)
-    for i in coded:
-        (values,) = padded_shards([params[i]], [shards[i]], shards[i].device)
-        sends[i] = torch.empty(params[i].sent_bytes, dtype=torch.uint8, device=values.device)
-        encode(params[i].gather_wire or "", values.unsqueeze(0), sends[i].unsqueeze(0))
-        sent[i] = _as_bytes(params[i])
-    return _Coded(params, coded, comm.start_gather(sent, sends))
+    sent = [_encoded(p, shard) for p, shard in zip(params, shards, strict=True)]
+    return _Coded(params, comm.start_gather(*zip(*sent, strict=True)))
 
 
-def _as_bytes(param: Param) -> Param:
-    """The messages of all ranks about ``param``."""
-    ranks = param.home.ranks
-    return Param(param.name, (ranks * param.sent_bytes,), "uint8", "uint8", "uint8", False, Layout("rows", ranks))
+def _encoded(param: Param, shard: Tensor) -> tuple[Param, Tensor]:
+    """What is gathered of ``param``: itself, or as bytes, and what this rank sends of it."""
+    if param.gather_wire is None:
+        return param, shard
+    (values,) = padded_shards([param], [shard], shard.device)
+    message = torch.empty(param.sent_bytes, dtype=torch.uint8, device=values.device)
+    encode(param.gather_wire, values.unsqueeze(0), message.unsqueeze(0))
+    size = param.home.ranks * param.sent_bytes
+    return Param(param.name, (size,), "uint8", "uint8", "uint8", False, Layout("rows", param.home.ranks)), message
 
 
 def finish_gather(comm: Communicator, pending: Any) -> list[Tensor]:
@@ -140,53 +141,62 @@ def finish_gather(comm: Communicator, pending: Any) -> list[Tensor]:
     if not isinstance(pending, _Coded):
         return comm.finish_gather(pending)
     found = comm.finish_gather(pending.pending)
-    params = [pending.params[i] for i in pending.coded]
-    full = allocate_full(params, found[pending.coded[0]].device)
-    for i, param, room, tensor in zip(pending.coded, params, full.padded, full.tensors, strict=True):
-        ranks = param.home.ranks
-        decode(param.gather_wire or "", found[i].view(ranks, -1), room.view(ranks, -1))
-        found[i] = tensor
-    return found
+    full = allocate_full(pending.params, found[0].device, comm.pool)
+    for param, came, room, tensor in zip(pending.params, found, full.padded, full.tensors, strict=True):
+        if param.gather_wire is None:
+            tensor.copy_(came)  # in memory of all messages, which would live as long
+        else:
+            ranks = param.home.ranks
+            decode(param.gather_wire, came.view(ranks, -1), room.view(ranks, -1))
+    return full.tensors
 
 
 class Terms:
-    """Messages about gradients: for each receiver a row with its part of each, in the format that is sent."""
+    """Messages about gradients: bytes of each one's part, one behind the other, in the format that is sent."""
 
-    def __init__(self, params: Sequence[Param], receivers: int, device: torch.device) -> None:
+    def __init__(self, params: Sequence[Param]) -> None:
         self.params = params
-        self.rooms = [aligned(p.term_bytes) for p in params]
-        self.messages = torch.empty(receivers, sum(self.rooms), dtype=torch.uint8, device=device)
+        ends = list(accumulate((aligned(p.term_bytes) for p in params), initial=0))
+        self._begin, self.bytes = ends[:-1], ends[-1]
+
+    def messages(self, receivers: int, device: torch.device) -> Tensor:
+        """Memory for one to each receiver: ``[receivers, bytes]``."""
+        return torch.empty(receivers, self.bytes, dtype=torch.uint8, device=device)
 
     def room_of(self, messages: Tensor, which: int) -> Tensor:
-        """What a message, or each of some, has of one gradient: elements, or bytes of a wire."""
-        param, at = self.params[which], sum(self.rooms[:which])
-        room = messages[..., at : at + param.term_bytes]
+        """What messages, a row each, have of one gradient: elements, or bytes of a wire."""
+        param, begin = self.params[which], self._begin[which]
+        room = messages[:, begin : begin + param.term_bytes]
         return room if param.reduce_wire is not None else room.view(torch_dtype(param.reduce_dtype))
 
-    def encode(self, which: int, parts: Tensor) -> None:
-        """Write the parts of one gradient that is sent in fewer bits, ``[receivers, elements]``, into the messages."""
-        encode(self.params[which].reduce_wire or "", parts, self.room_of(self.messages, which))
+    def write(self, messages: Tensor, which: int, parts: Tensor) -> None:
+        """Write the parts of one gradient, ``[receivers, elements]``, into the messages."""
+        wire, room = self.params[which].reduce_wire, self.room_of(messages, which)
+        room.copy_(parts) if wire is None else encode(wire, parts, room)
 
-    def sums(self, messages: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """The sum of each gradient's part of ``rank`` over the senders of ``messages``, in their order, in the dtype
-        of the parameter: float32 (float64 for float64) until then."""
-        return [self._sum([self._term(message, k) for message in messages], k, rank) for k in range(len(self.params))]
+    def sums(self, messages: Sequence[Tensor], rank: int, scale: float = 1.0) -> list[Tensor]:
+        """The sum of each gradient's part of ``rank`` over the senders of ``messages``, in their order, times
+        ``scale``, in the dtype of the parameter: float32 (float64 for float64) until then."""
+        return [self._sum(messages, which, rank, scale) for which in range(len(self.params))]
+
+    def _sum(self, messages: Sequence[Tensor], which: int, rank: int, scale: float) -> Tensor:
+        param = self.params[which]
+        total: Tensor | None = None
+        for message in messages:
+            term = self._term(message, which)[: elements_of(param, rank)]
+            total = term.to(_WIDE.get(term.dtype, torch.float32)) if total is None else total.add_(term)
+        assert total is not None
+        if scale != 1.0:
+            total.mul_(scale)
+        return total.to(torch_dtype(param.dtype), copy=True)  # else all of the message lives as long
 
     def _term(self, message: Tensor, which: int) -> Tensor:
-        param, term = self.params[which], self.room_of(message, which)
+        param, room = self.params[which], self.room_of(message.unsqueeze(0), which)
         if param.reduce_wire is None:
-            return term
-        values = term.new_empty(1, param.summed_elements, dtype=torch.float32)
-        decode(param.reduce_wire, term.unsqueeze(0), values)
+            return room[0]
+        values = room.new_empty(1, param.summed_elements, dtype=torch.float32)
+        decode(param.reduce_wire, room, values)
         return values[0]
-
-    def _sum(self, terms: Sequence[Tensor], which: int, rank: int) -> Tensor:
-        param = self.params[which]
-        first, *others = (term[: elements_of(param, rank)] for term in terms)
-        total = first.to(torch.float64 if param.reduce_dtype == "float64" else torch.float32)
-        for term in others:
-            total.add_(term)
-        return total.to(torch_dtype(param.dtype), copy=True)  # else all of the message lives as long
 
 
 def elements_of(param: Param, rank: int) -> int:

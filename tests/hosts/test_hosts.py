@@ -39,13 +39,13 @@ Function = Callable[..., Any]
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Two of them."""
+    """Three of them."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces take root and iproute2")
     if subprocess.run(["unshare", "--net", "true"], check=False).returncode:
         pytest.skip("this machine allows no network namespaces")
-    with importlib.import_module("namespaces").Hosts(2, "1gbit") as made:
+    with importlib.import_module("namespaces").Hosts(3, "1gbit") as made:
         yield made
 
 
@@ -112,13 +112,13 @@ def _sent() -> int:
     return int(line.split()[9])
 
 
-def _trained(stage: int, replicas: int) -> tuple[list[float], float, str]:
+def _trained(stage: int, replicas: int, **wires: Any) -> tuple[list[float], float, str]:
     """Losses, the bytes that the host sends in a step to those of the parameters, and the transport."""
     torch.manual_seed(0)
     world, rank = dist.get_world_size(), dist.get_rank()
     model = Net()
     mesh = init_device_mesh("cpu", (replicas, world // replicas)) if replicas > 1 else None
-    backend = zerograph.backend(stage=stage, mesh=mesh, compute="eager")
+    backend = zerograph.backend(stage=stage, mesh=mesh, compute="eager", **wires)
     model.compile(backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, before = list[float](), 0
@@ -160,10 +160,12 @@ def _expected(world: int) -> list[float]:
         ((0, 0, 1, 1), 0, 1, 1.0, TWO_LEVELS),
         # The all-reduce of a host's shards with those of one other.
         ((0, 0, 1, 1), 3, 2, 1.0, "shared memory; between replicas torch.distributed (gloo)"),
-        # Two gathers and a reduction, through a ring of all ranks, which gloo's reduction goes around twice.
-        ((0, 0, 1), 3, 1, 2.52, "torch.distributed (gloo)"),
+        # Gathers through a ring of all ranks, two thirds of the parameters each, and as much for a reduction.
+        ((0, 0, 1), 3, 1, 1.83, "torch.distributed (gloo)"),
+        ((0, 1, 2), 3, 1, 1.83, "torch.distributed (gloo)"),
+        ((0, 1, 2), 0, 1, 1.33, "torch.distributed (gloo)"),
     ],
-    ids=["two levels", "stage 2", "stage 0", "replicas", "uneven hosts"],
+    ids=["two levels", "stage 2", "stage 0", "replicas", "uneven hosts", "three hosts", "three hosts, stage 0"],
 )
 def test_losses_and_bytes_between_hosts(
     hosts: list[Any], ranks: tuple[int, ...], stage: int, replicas: int, bytes_sent: float, transport: str
@@ -176,12 +178,29 @@ def test_losses_and_bytes_between_hosts(
     assert {used for *_, used in found} == {transport}
 
 
+@pytest.mark.parametrize(
+    ("ranks", "bytes_sent"),
+    # Of four bytes a gather sends one and an int4 reduction a half, and a scale for each 256; biases are as they were.
+    [((0, 0, 1, 1), 0.287), ((0, 1, 2), 0.383)],
+    ids=["two levels", "three hosts"],
+)
+def test_fewer_bits_between_hosts(hosts: list[Any], ranks: tuple[int, ...], bytes_sent: float) -> None:
+    found = run_on([hosts[host] for host in ranks], _wired)
+    mean = torch.tensor([losses for losses, *_ in found], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(_expected(len(ranks)), dtype=torch.float64), rtol=0.02, atol=0)
+    assert [sent for _, sent, _ in found] == pytest.approx([bytes_sent] * len(ranks), rel=0.1)
+
+
+def _wired() -> tuple[list[float], float, str]:
+    return _trained(3, 1, gather_wire="int8", reduce_wire="int4")
+
+
 @pytest.mark.parametrize("ranks", [(2, 2), (2, 1)], ids=["even", "uneven"])
 def test_ranks_of_several_hosts_measure_the_link_between_them(
     hosts: list[Any], ranks: tuple[int, int], tmp_path: Path
 ) -> None:
     file, runs = tmp_path / "machine.json", []
-    for number, (host, count) in enumerate(zip(hosts, ranks, strict=True)):
+    for number, (host, count) in enumerate(zip(hosts, ranks, strict=False)):
         job = f"--nnodes 2 --node-rank {number} --master-addr {hosts[0].address} --master-port {PORT}"
         torchrun = f"{sys.executable} -m torch.distributed.run {job} --nproc-per-node {count} --max-restarts 0"
         bench = f"hostname {host.name}; exec {torchrun} -m zerograph bench --quick -o {file} --path {tmp_path}"

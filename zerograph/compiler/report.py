@@ -186,7 +186,7 @@ class Report:
         ]
         if any(self.wires):
             gathered, reduced = (wire or "they are" for wire in self.wires)
-            lines.append(f"  matrices are gathered as {gathered}; gradients of them travel between hosts as {reduced}")
+            lines.append(f"  matrices are gathered as {gathered}; gradients of them are sent as {reduced}")
         if self.on_nvme:
             sizes = ", ".join(f"{what} {format_bytes(size)}" for what, size in self.on_nvme.items())
             lines.append(f"  on NVMe: {sizes}; updates stream through {format_bytes(self.slots)} of memory")

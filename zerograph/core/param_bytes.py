@@ -63,6 +63,11 @@ def _reduced(param: Param) -> int:
     return param.elements * ITEM_SIZE[param.reduce_dtype]
 
 
+def averaged_bytes(params: Iterable[Param]) -> int:
+    """Bytes of a rank's part of the gradients of ``params`` as their average over replicas sends it."""
+    return sum(p.term_bytes if p.reduce_wire is not None else shard_bytes(p) for p in params)
+
+
 def sizes_of_states(params: Iterable[Param], moments: int) -> dict[str, int]:
     """Bytes that an optimizer keeps of the largest shard of each parameter that it updates, by name, where it is not
     known: ``moments`` tensors of every one that trains."""

@@ -8,15 +8,14 @@ sent so unless it is asked for.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, get_args
 
-from zerograph.core.step import Param
+from zerograph.core.step import ITEM_SIZE, WIRE_BITS, Param
 
 GatherWire = Literal["bf16", "fp8", "int8"]
 ReduceWire = Literal["bf16", "int8", "int4"]
 GATHER_WIRES, REDUCE_WIRES = get_args(GatherWire), get_args(ReduceWire)
 _SHORTENED = ("float32", "bfloat16", "float16")
-P = TypeVar("P", bound=Param)
 
 
 class Wires(NamedTuple):
@@ -25,14 +24,18 @@ class Wires(NamedTuple):
     gather: GatherWire | None = None
     reduce: ReduceWire | None = None
 
-    def of(self, param: P) -> P:
+    def of(self, param: Param) -> Param:
         """``param`` with the formats that it travels in.
 
         Only matrices are worth it: vectors (norms, biases) are few bytes, and lose most.
         """
-        if len(param.shape) < 2:
+        if len(param.shape) < 2 or param.dtype not in _SHORTENED:
             return param
         gathers = param.gather and param.home.ranks > 1  # one rank copies at most
-        gathered = self.gather if gathers and param.compute_dtype in _SHORTENED else None
-        reduced = self.reduce if param.reduce_dtype in _SHORTENED else None
+        gathered = self.gather if gathers and _shortens(self.gather, param.compute_dtype) else None
+        reduced = self.reduce if _shortens(self.reduce, param.reduce_dtype) else None
         return replace(param, gather_wire=gathered, reduce_wire=reduced)
+
+
+def _shortens(wire: str | None, dtype: str) -> bool:
+    return wire is not None and dtype in _SHORTENED and WIRE_BITS[wire] < 8 * ITEM_SIZE[dtype]

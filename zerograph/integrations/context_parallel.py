@@ -50,10 +50,10 @@ def ulysses(
         ConfigError: the heads do not divide by the ranks, or ``group`` is none.
     """
     require_kind(group, dist.ProcessGroup, "ulysses", 'the ranks of a sequence: mesh["cp"].get_group()')
-    heads, key_heads, ranks = query.shape[1], key.shape[1], group.size()
+    heads, ranks = [x.shape[1] for x in (query, key, value)], group.size()
     require(
-        heads % ranks == 0 and key_heads % ranks == 0,
-        f"{heads} heads of queries and {key_heads} of keys do not divide by the {ranks} ranks of a sequence",
+        not any(count % ranks for count in heads),
+        f"heads of queries, keys and values, {heads}, do not divide by the {ranks} ranks of a sequence",
         "use fewer ranks along this axis; keys and values of fewer heads can be repeated before",
     )
     query, key, value = (all_to_all(x, group, scattered=1, gathered=2) for x in (query, key, value))
@@ -70,7 +70,7 @@ def ulysses_attention(group: dist.ProcessGroup) -> str:
         group: the ranks that share a sequence.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
     require_kind(group, dist.ProcessGroup, "ulysses_attention", 'the ranks of a sequence: mesh["cp"].get_group()')
 
@@ -105,11 +105,26 @@ def ulysses_attention(group: dist.ProcessGroup) -> str:
         )
         return found.transpose(1, 2), None
 
-    def mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+    def mask(
+        *_: Any,
+        attention_mask: Tensor | None = None,
+        mask_function: object = causal_mask_function,
+        use_vmap: bool = False,
+        config: object = None,
+        **__: Any,
+    ) -> None:
         if attention_mask is not None:
             raise UnsupportedError(
                 "attention_mask is given, and Ulysses has none of sequences that are shared",
-                "leave it out: pack or cut sequences to one length",
+                "leave it out, and cut sequences to one length",
+            )
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        # While it is traced transformers takes any positions for packed ones, so that a mask for these tells nothing.
+        other = mask_function is not causal_mask_function and not torch.compiler.is_compiling()
+        if chunked or use_vmap or other:
+            raise UnsupportedError(
+                "the model masks more than the tokens behind each, and Ulysses has no mask of shared sequences",
+                "one document in each sequence, of a model whose attention sees all tokens before",
             )
 
     name = f"ulysses over {group.group_name}"

@@ -224,7 +224,7 @@ def test_one_replica_needs_one_transport() -> None:
 class _Noting:
     """A transport of one rank that notes what it is asked for."""
 
-    rank, world_size, name, rendezvous, generation, steps = 0, 1, "noting", None, 0, 0
+    rank, world_size, name, rendezvous, generation, steps, pool = 0, 1, "noting", None, 0, 0, None
 
     def __init__(self, axis: str, notes: list[str]) -> None:
         self.axis, self.notes = axis, notes

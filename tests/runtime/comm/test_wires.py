@@ -185,6 +185,8 @@ def _collectives(transport: str, gather: str, reduce: str) -> None:
         shards = [value[p.shard_rows(comm.rank)] for p, value in zip(params, full, strict=True) if p.sharded]
         found = finish_gather(comm, start_gather(comm, sharded, shards))
         means = comm.finish_reduce(comm.start_reduce(params, grads[comm.rank]))
+    # Messages are not kept alive by what came with them.
+    assert len({each.untyped_storage().data_ptr() for each in found}) == 1
     for p, value, got in zip(sharded, full, found, strict=False):
         assert torch.equal(got, _gathered(p, value)), p.name
     for p, mean, *by_rank in zip(params, means, *grads, strict=True):

@@ -35,7 +35,15 @@ from zerograph.core.instructions import (
     last_work,
 )
 from zerograph.core.machine import Tier, hops
-from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_full, reduced_bytes, sent_bytes, shard_bytes
+from zerograph.core.param_bytes import (
+    averaged_bytes,
+    fetched_bytes,
+    gathered_bytes,
+    is_full,
+    reduced_bytes,
+    sent_bytes,
+    shard_bytes,
+)
 from zerograph.core.plan import ParamTile, Placement, Plan, Residency
 from zerograph.core.program import Program, Register, Segment, ends_resident, stays_resident
 from zerograph.core.step import Kind, layer_of_activation
@@ -208,7 +216,7 @@ class _Lowering:
                 instruction = Free(info.bucket, self._regs(node.args[0]), resident=resident, **_tile(info), ends=ends)
             case ops.REDUCE:
                 size, grads = reduced_bytes(info.params), self._regs(node.args[0])
-                own = sum(shard_bytes(p) for p in info.params)
+                own = averaged_bytes(info.params)
                 instruction = Reduce(
                     info.bucket, info.params, grads, self._register(node), bytes=size, **_tile(info), averaged=own
                 )

@@ -194,7 +194,7 @@ def reduce(
     part = scheduler.bucket_parts(bucket, tiles)[tile]
     out = reduced_gradient(scheduler, bucket, tile, tiles, leaves)
     reads = (*grads, out) if again else grads  # it is added to what is there
-    return Reduce(bucket, (), reads, out, grads, part.summed, tile, tiles, averaged=part.reduced)
+    return Reduce(bucket, (), reads, out, grads, part.summed, tile, tiles, averaged=part.averaged)
 
 
 def wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool) -> WaitReduce:

@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from zerograph.core.files.planfile import Holding
 from zerograph.core.machine import OFFLOAD_TIERS, Tier, is_disk
-from zerograph.core.param_bytes import copy_bytes, gathered_bytes, reduced_bytes, sent_bytes, shard_bytes
+from zerograph.core.param_bytes import (
+    averaged_bytes,
+    copy_bytes,
+    gathered_bytes,
+    reduced_bytes,
+    sent_bytes,
+    shard_bytes,
+)
 from zerograph.core.placement import copy_tier, second_copies, values_tier
 from zerograph.core.plan import Placement, Plan, tile_rows
 from zerograph.core.slots import SLOTS, slot_bytes
@@ -138,6 +145,7 @@ class BucketPart:
         unsharded: bytes when gathered.
         sent: bytes that all ranks send in its gather.
         summed: bytes of the full gradients as they are summed over ranks.
+        averaged: bytes of a rank's part of them as an average over replicas sends it.
         reduced: bytes of the shards of all its gradients.
         gradients: bytes of the full gradients that a reduction frees.
         shards: what can leave the device.
@@ -149,6 +157,7 @@ class BucketPart:
     unsharded: int
     sent: int
     summed: int
+    averaged: int
     reduced: int
     gradients: int
     shards: Shards
@@ -161,7 +170,7 @@ def bucket_parts(
     """The bucket of ``params`` in ``tiles`` parts; ``full`` are bytes of full gradients by parameter."""
     trainable = [p for p in params if p.trainable]
     gathered, sent, reduced = gathered_bytes(params), sent_bytes(params), reduced_bytes(trainable)
-    shard = sum(shard_bytes(p) for p in trainable)
+    shard, averaged = sum(shard_bytes(p) for p in trainable), averaged_bytes(trainable)
     gradients = sum(full.get(p.name, 0) for p in trainable)
     shards = Shards.of(params, moments, rates.staging)
     # Columns may be in more tiles than there are rows; of either a tile has its share of the bytes.
@@ -181,6 +190,7 @@ def bucket_parts(
             unsharded=part(gathered, tile),
             sent=part(sent, tile),
             summed=part(reduced, tile),
+            averaged=part(averaged, tile),
             reduced=part(shard, tile),
             gradients=part(gradients, tile),
             shards=shards.cut(partial(part, tile=tile)),
