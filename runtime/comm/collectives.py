@@ -248,10 +248,10 @@ class GroupCommunicator:
     """Collectives of ``torch.distributed``: NCCL, gloo, or any other backend.
 
     On NCCL the all-gathers of a bucket are coalesced into one launch and write straight into the full parameters;
-    elsewhere a bucket travels as one flat message and is copied out. Gradients on gloo between CPUs, and those that are
-    sent in fewer bits, are exchanged and summed by the ranks themselves, in their order. On an accelerator gathers and reductions have a
-    stream each. NCCL runs the collectives of one group one after the other all the same, so reductions get a second
-    group: they overlap gathers as well as compute.
+    elsewhere a bucket travels as one flat message and is copied out. Gradients on gloo between CPUs, and those that
+    are sent in fewer bits, are exchanged and summed by the ranks themselves, in their order. On an accelerator
+    gathers and reductions have a stream each. NCCL runs the collectives of one group one after the other all the
+    same, so reductions get a second group: they overlap gathers as well as compute.
 
     After an error on gloo ranks go on with new connections: what was begun on the old ones and never finished would
     else meet later messages. They are ZeroGraph's own from the start, so the user's group is as it was.
