@@ -248,8 +248,8 @@ class GroupCommunicator:
     """Collectives of ``torch.distributed``: NCCL, gloo, or any other backend.
 
     On NCCL the all-gathers of a bucket are coalesced into one launch and write straight into the full parameters;
-    elsewhere a bucket travels as one flat message and is copied out. Gradients on gloo between CPUs, and those that
-    are sent in fewer bits, are exchanged and summed by the ranks themselves, in their order. On an accelerator
+    elsewhere a bucket travels as one flat message and is copied out. Sharded gradients on gloo between CPUs, and those
+    that are sent in fewer bits, are exchanged and summed by the ranks themselves, in their order. On an accelerator
     gathers and reductions have a stream each. NCCL runs the collectives of one group one after the other all the
     same, so reductions get a second group: they overlap gathers as well as compute.
 
@@ -499,9 +499,8 @@ class GroupCommunicator:
 
     def _exchanges(self, param: Param) -> bool:
         """Whether ranks send each other their parts of the gradient, and sum these in the order of ranks: in fewer
-        bits, and over gloo between CPUs, which would send twice as much, as it makes an all-reduce of a
-        reduce-scatter."""
-        return param.reduce_wire is not None or (self.compares and self.device.type == "cpu")
+        bits, and over gloo between CPUs, which makes an all-reduce of a reduce-scatter, in twice the bytes."""
+        return param.reduce_wire is not None or (self.compares and self.device.type == "cpu" and param.sharded)
 
     def _exchange_terms(self, params: Sequence[Param], grads: Sequence[Tensor]) -> tuple[Terms, _PendingExchange]:
         terms = Terms(params)

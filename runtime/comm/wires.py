@@ -75,17 +75,17 @@ def encode_by_torch(wire: str, values: Tensor, out: Tensor) -> None:
         if wire == "int4":
             halves = (payload + 8).view(rows, -1, 2)
             payload = halves[..., 0] | (halves[..., 1] << 4)
-    bytes_of, at = _extent(wire, elements)
-    out[:, :bytes_of] = payload[:, :bytes_of]
-    out[:, bytes_of:at] = 0
+    size, at = _size(wire, elements), out.shape[1] - 4 * scales.shape[1]
+    out[:, :size] = payload[:, :size]
+    out[:, size:at] = 0
     out[:, at:].view(torch.float32).copy_(scales.squeeze(2))
 
 
 def decode_by_torch(wire: str, message: Tensor, out: Tensor) -> None:
     """:func:`decode` likewise."""
     rows, elements = out.shape
-    bytes_of, at = _extent(wire, elements)
-    payload, scales = message[:, :bytes_of].contiguous(), message[:, at:].view(torch.float32)
+    at = message.shape[1] - 4 * -(-elements // WIRE_BLOCK)
+    payload, scales = message[:, : _size(wire, elements)].contiguous(), message[:, at:].view(torch.float32)
     if wire == "fp8":
         values = payload.view(torch.float8_e4m3fn).float()
     elif wire == "int8":
@@ -96,10 +96,9 @@ def decode_by_torch(wire: str, message: Tensor, out: Tensor) -> None:
     out.copy_((blocks * scales.unsqueeze(2)).view(rows, -1)[:, :elements])
 
 
-def _extent(wire: str, elements: int) -> tuple[int, int]:
-    """Bytes of the elements of a row, and where its scales begin."""
-    size = -(-elements * WIRE_BITS[wire] // 8)
-    return size, -(-size // 4) * 4
+def _size(wire: str, elements: int) -> int:
+    """Bytes of so many elements without their scales, which begin at the next multiple of 4."""
+    return -(-elements * WIRE_BITS[wire] // 8)
 
 
 @dataclass(slots=True, eq=False)
