@@ -43,10 +43,12 @@ class Communicator(Protocol):
     name: str
     rank: int
     world_size: int
-    pool: BufferPool | None
-    """Memory for what is gathered; None where the device's allocator has it."""
     steps: int
     """Optimizer steps, as compared at the last entry."""
+
+    @property
+    def pool(self) -> BufferPool | None:
+        """Memory for what is gathered; None where the device's allocator has it."""
 
     @property
     def rendezvous(self) -> Rendezvous | None:
@@ -156,7 +158,8 @@ class LoneCommunicator:
     """The transport of a lone rank: its shards are whole, so that a gather casts them at most."""
 
     name, rank, world_size, steps, generation = "no communication", 0, 1, 0, 0
-    rendezvous = pool = None
+    rendezvous = None
+    pool: BufferPool | None = None
 
     def trim(self) -> None:
         """There is none."""
@@ -263,7 +266,7 @@ class GroupCommunicator:
     did not fail waits on its device, which NCCL's own watchdog ends after the group's timeout.
     """
 
-    pool = None
+    pool: BufferPool | None = None
 
     def __init__(
         self,
@@ -493,8 +496,8 @@ class GroupCommunicator:
                 results[i] = part
         pending = _PendingReduce(params, results, works, alive)
         if exchanged:
-            parts = self._exchange_terms([params[i] for i in exchanged], [grads[i] for i in exchanged])
-            pending.exchanged = exchanged, *parts
+            begun = self._exchange_terms([params[i] for i in exchanged], [grads[i] for i in exchanged])
+            pending.exchanged = (exchanged, *begun)
         return pending
 
     def _exchanges(self, param: Param) -> bool:

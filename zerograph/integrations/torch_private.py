@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, *, scattered: int, gathered: int) -> Tensor:
     """``x`` split along dimension ``scattered`` over the ranks of ``group``, whose parts are joined along ``gathered``.
 
     An operator of graphs, with a backward. Public collectives write into a tensor, and those of
-    ``torch.distributed.nn`` are functions that Dynamo cannot trace. Seen in 2.11, 2.13.
+    ``torch.distributed.nn`` are functions that Dynamo cannot trace. Seen in 2.13.
     """
     ranks = group.size()
     sent = torch.stack(x.chunk(ranks, dim=scattered))
     each = [sent.shape[1]] * ranks
-    received = all_to_all_single(sent.flatten(0, 1), each, each, group)
+    received = all_to_all_single_autograd(sent.flatten(0, 1), each, each, group)
     return torch.cat(received.view(sent.shape).unbind(0), dim=gathered)
