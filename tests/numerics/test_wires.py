@@ -110,9 +110,11 @@ def _exact() -> float:
 
 @pytest.mark.costly
 @pytest.mark.parametrize(("gather", "reduce"), [("int8", "int4"), ("fp8", "int8"), ("bf16", "bf16")])
-def test_300_steps_lose_less_than_a_hundredth(gather: str | None, reduce: str | None) -> None:
+def test_300_steps_lose_less_than_two_hundredths(gather: str | None, reduce: str | None) -> None:
     assert _exact() < 3.0  # of log 256 = 5.5 in the beginning
-    assert run(2, _loss_of_300_steps, gather, reduce)[0] == pytest.approx(_exact(), rel=0.01)
+    assert run(2, _loss_of_300_steps, gather, reduce)[0] == pytest.approx(
+        _exact(), rel=0.02
+    )  # one by benchmarks/wires.py
 
 
 @pytest.mark.parametrize(
