@@ -207,7 +207,7 @@ def test_ranks_of_several_hosts_measure_the_link_between_them(
         command = ["ip", "netns", "exec", host.name, "unshare", "--uts", "sh", "-c", bench]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0"}
         runs.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    told = [run.communicate(timeout=120)[1] for run in runs]
+    told = [run.communicate(timeout=240)[1] for run in runs]
     if ranks == (2, 2):
         assert [run.returncode for run in runs] == [0, 0], told
         machine = Machine.from_json(file.read_text())
