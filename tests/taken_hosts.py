@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerograph.runtime.comm import connecting
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.connecting import connect
 from zerograph.runtime.comm.rendezvous import Rendezvous
 

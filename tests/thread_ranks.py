@@ -111,7 +111,7 @@ class _Pending:
 
 
 class ThreadCommunicator:
-    """One rank's end of a :class:`ThreadGroup`; see :class:`~zerograph.runtime.comm.collectives.Communicator`.
+    """One rank's end of a :class:`ThreadGroup`; see :class:`~zerograph.runtime.comm.communicator.Communicator`.
 
     A result holds not-a-number until it is waited for, and what was sent may change from then on only.
     """

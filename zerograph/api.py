@@ -28,7 +28,7 @@ from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
 from zerograph.runtime import delayed
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import EarlyUpdates
 from zerograph.runtime.executor.executor import Runtime

@@ -1,10 +1,4 @@
-"""Collectives of whole buckets over one process group.
-
-A communicator starts and finishes three operations: gathering shards into full parameters, averaging full gradients
-into shards (those of unsharded parameters are all-reduced), and an exchange, in which each rank sends every other one a
-message of its own. Every rank must issue the same operations on the
-same parameters in the same order; programs see to that.
-"""
+"""Collectives of whole buckets over one process group."""
 
 from __future__ import annotations
 
@@ -14,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +18,7 @@ from zerograph.core.errors import RankError
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.comm.own_stream import OwnStream, Wait
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
@@ -35,86 +30,6 @@ from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group
 # Renamed in torch 2.13, which warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Communicator(Protocol):
-    """The transport, as the executor needs it. :mod:`zerograph.runtime.comm.rendezvous` recovers from errors."""
-
-    name: str
-    rank: int
-    world_size: int
-    steps: int
-    """Optimizer steps, as compared at the last entry."""
-
-    @property
-    def pool(self) -> BufferPool | None:
-        """Memory for what is gathered; None where the device's allocator has it."""
-
-    @property
-    def rendezvous(self) -> Rendezvous | None:
-        """How ranks meet after an error; None where they are simulated."""
-
-    @property
-    def generation(self) -> int:
-        """Counts the errors that ranks have recovered from."""
-
-    def trim(self) -> None:
-        """Let go of memory that is kept to be used again."""
-
-    def rejoin(self) -> None:
-        """Meet the other ranks after an error, if there was one: before a program is entered, or compiled.
-
-        Raises:
-            RankError: another rank does not come.
-        """
-
-    def enter(self, entry: Entry, *, compared: bool = False) -> None:
-        """This rank begins a program with collectives; after an error, once all ranks do.
-
-        Args:
-            compared: whether it is compared with what the others begin also where that waits for the device.
-
-        Raises:
-            RankError: another rank failed, or does not come.
-            CollectiveMismatch: another rank begins another program, or has taken more or fewer optimizer steps.
-        """
-
-    def leave(self) -> None:
-        """Wait until all ranks have come to the end of the program they entered.
-
-        Raises:
-            RankError: another rank failed in it.
-        """
-
-    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()) -> Any:
-        """Begin to gather ``shards`` (this rank's rows, maybe none); returns what :meth:`finish_gather` takes.
-
-        Args:
-            behind: copies to an accelerator that bring some of them. What computes does not wait for them.
-        """
-
-    def finish_gather(self, pending: Any) -> list[Tensor]:
-        """The full parameters, in compute dtype, contiguous."""
-
-    def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> Any:
-        """Begin to average full gradients; they may not change before :meth:`finish_reduce`."""
-
-    def finish_reduce(self, pending: Any) -> list[Tensor]:
-        """This rank's rows of the averaged gradients, in the shard's dtype."""
-
-    def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Any:
-        """Begin an all-to-all; returns what :meth:`finish_exchange` takes.
-
-        Args:
-            sends: this rank's message for each rank, flat, as bytes.
-            sizes: bytes of the message of each rank for each rank, by sender and receiver; the same on all ranks.
-        """
-
-    def finish_exchange(self, pending: Any) -> list[Tensor]:
-        """The messages for this rank, by sender, where the transport works."""
-
-    def abort(self, reason: str) -> None:
-        """This rank failed: let the others fail too, and meet them at the next program."""
 
 
 @contextlib.contextmanager

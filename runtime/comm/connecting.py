@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from zerograph.core.errors import ConfigError
 from zerograph.runtime.comm.axes import Axes
-from zerograph.runtime.comm.collectives import Communicator, GroupCommunicator, LoneCommunicator
+from zerograph.runtime.comm.collectives import GroupCommunicator, LoneCommunicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.hybrid import HybridCommunicator
 from zerograph.runtime.comm.rendezvous import Rendezvous, shared
 from zerograph.runtime.torch_private import backend_name

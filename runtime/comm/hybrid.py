@@ -11,7 +11,7 @@ from torch import Tensor
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.paired import PairedCommunicator
@@ -29,7 +29,7 @@ class _PendingHybrid:
 
 
 class HybridCommunicator(PairedCommunicator):
-    """See :class:`~zerograph.runtime.comm.collectives.Communicator`; ``rank`` and ``world_size`` are those of shards.
+    """See :class:`~zerograph.runtime.comm.communicator.Communicator`; ``rank`` and ``world_size`` are those of shards.
 
     A reduction goes on to the replicas when the next one begins, and is under way there meanwhile.
     """
@@ -43,20 +43,20 @@ class HybridCommunicator(PairedCommunicator):
         self._last: _PendingHybrid | None = None  # that is not under way between replicas
 
     def enter(self, entry: Entry, *, compared: bool = False) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self._last = None  # of a program that failed
         super().enter(entry, compared=compared)
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()) -> Any:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.shards.start_gather(params, shards, behind)
 
     def finish_gather(self, pending: Any) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.shards.finish_gather(pending)
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingHybrid:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self._pass_on()
         # Between the axes nothing is rounded to the parameter's dtype.
         wide = [replace(p, dtype="float64" if p.reduce_dtype == "float64" else "float32") for p in params]
@@ -75,7 +75,7 @@ class HybridCommunicator(PairedCommunicator):
         pending.replicas = self.replicas.start_reduce([part for part, _ in filled], [grad for _, grad in filled])
 
     def finish_reduce(self, pending: _PendingHybrid) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         if pending is self._last:
             self._pass_on()
         averaged = iter(self.replicas.finish_reduce(pending.replicas))
@@ -84,9 +84,9 @@ class HybridCommunicator(PairedCommunicator):
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Any:
         """Between the ranks that hold the shards of one replica. See
-        :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.shards.start_exchange(sends, sizes)
 
     def finish_exchange(self, pending: Any) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.shards.finish_exchange(pending)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.rendezvous import Rendezvous
 
 
 class PairedCommunicator:
-    """See :class:`~zerograph.runtime.comm.collectives.Communicator`, whose collectives are left to what inherits this.
+    """See :class:`~zerograph.runtime.comm.communicator.Communicator`, whose collectives are left to what inherits this.
 
     Both transports share one rendezvous, of all ranks: an error on one ends the program on all.
 
@@ -29,21 +29,21 @@ class PairedCommunicator:
 
     @property
     def generation(self) -> int:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.outer.generation
 
     def trim(self) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self.inner.trim()
         self.outer.trim()
 
     def rejoin(self) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self.inner.rejoin()
         self.outer.rejoin()
 
     def enter(self, entry: Entry, *, compared: bool = False) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self.inner.enter(entry, compared=compared)
         self.outer.enter(entry, compared=compared)
         self.steps = entry.steps
@@ -55,7 +55,7 @@ class PairedCommunicator:
         self.outer.leave()
 
     def abort(self, reason: str) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         try:
             self.inner.abort(reason)
         finally:

@@ -71,7 +71,7 @@ class _Exchanging:
 
 
 class SharedMemoryCommunicator:
-    """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+    """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
 
     name = "shared memory"
 
@@ -88,17 +88,17 @@ class SharedMemoryCommunicator:
 
     @property
     def generation(self) -> int:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.rendezvous.generation
 
     def trim(self) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self.pool.trim()
 
     def start_gather(
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
     ) -> _Gathering:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`; nothing comes ``behind`` a copy to a CPU."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`; nothing comes ``behind`` a copy to a CPU."""
         pieces = [(shard, torch_dtype(p.compute_dtype)) for p, shard in zip(params, shards, strict=True)]
         return _Gathering(params, self.begin_gather(params, pieces))
 
@@ -119,7 +119,7 @@ class SharedMemoryCommunicator:
         self._finish("gather", params, ticket, lambda wait: self.mailbox.finish_gather(ticket, places, wait))
 
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         full: Full = allocate_full(pending.params, torch.device("cpu"), self.pool)
         # Only now: until the peers' data is read, the bucket needs no memory of its own.
         rooms = [p.chunk_elements for p in pending.params]
@@ -137,7 +137,7 @@ class SharedMemoryCommunicator:
         self._salt = (entry.sequence + entry.steps * _ODD) & _MASK
 
     def rejoin(self) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         if self.rendezvous.failed:
             self.rendezvous.meet()
         self._follow()
@@ -150,7 +150,7 @@ class SharedMemoryCommunicator:
             self.mailbox.recover(self._recovered)
 
     def leave(self) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         with self._explained("end"):
             ticket = self.mailbox.start_gather(self._salt, [])
         self._finish("end", (), ticket, lambda wait: self.mailbox.finish_gather(ticket, [], wait))
@@ -180,7 +180,7 @@ class SharedMemoryCommunicator:
         return _digest(params) ^ self._salt
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         dense = [summable(g, p).contiguous() for p, g in zip(params, grads, strict=True)]
         scattered = self._start(params, dense, sharded=True)
         return _Reducing(params, dense, scattered, self._start(params, dense, sharded=False))
@@ -211,7 +211,7 @@ class SharedMemoryCommunicator:
         self._finish("reduce", params, ticket, partial(finish, ticket, places, scale))
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         shapes = [p.shard_shape(self.rank) for p in pending.params]
         results = [torch.empty(s, dtype=torch_dtype(p.dtype)) for s, p in zip(shapes, pending.params, strict=True)]
         finish = {True: self.mailbox.finish_reduce, False: self.mailbox.finish_all_reduce}
@@ -223,14 +223,14 @@ class SharedMemoryCommunicator:
         return results
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _Exchanging:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`: a gather of one piece for each rank."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`: a gather of one piece for each rank."""
         pieces = [(send.data_ptr(), send.numel(), _core.DType.raw1, _core.DType.raw1) for send in sends]
         with self._explained("exchange matrices in"):
             ticket = self.mailbox.start_gather(_digest_of(f"exchange {sizes}") ^ self._salt, pieces)
         return _Exchanging(ticket, [max(column) for column in zip(*sizes, strict=True)], [s[self.rank] for s in sizes])
 
     def finish_exchange(self, pending: _Exchanging) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         ticket, most = pending.ticket, pending.most
         own = torch.empty(self.world_size * most[self.rank], dtype=torch.uint8)
         # A gather copies every piece. Those for other ranks go to one place, so that a rank needs no memory for all.
@@ -241,7 +241,7 @@ class SharedMemoryCommunicator:
         return [own.narrow(0, rank * most[self.rank], size) for rank, size in enumerate(pending.coming)]
 
     def abort(self, reason: str) -> None:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self._follow()  # else the mailbox ends a generation that is over, and nobody hears
         self.rendezvous.fail(reason)
         self.mailbox.abort(reason)

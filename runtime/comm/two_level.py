@@ -19,7 +19,7 @@ from torch import Tensor
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.buffers import allocate_full
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.packing import padded_shards
 from zerograph.runtime.comm.paired import PairedCommunicator
@@ -48,7 +48,7 @@ class _Exchanging:
 
 
 class TwoLevelCommunicator(PairedCommunicator):
-    """See :class:`~zerograph.runtime.comm.collectives.Communicator`.
+    """See :class:`~zerograph.runtime.comm.communicator.Communicator`.
 
     A reduction is summed in the host when it begins, which waits for the ranks of that, and is under way over the
     network until it is finished. Of an unsharded parameter every rank then has the means of a part, which are gathered.
@@ -70,7 +70,7 @@ class TwoLevelCommunicator(PairedCommunicator):
     def start_gather(
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
     ) -> _Gathering:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         # As one parameter, whose parts come to where they are read.
         flat = torch.cat([send.view(torch.uint8) for send in padded_shards(params, shards, _CPU)])
         size, wire = self.hosts * flat.numel(), "uint8"
@@ -78,7 +78,7 @@ class TwoLevelCommunicator(PairedCommunicator):
         return _Gathering(params, self.network.start_gather([message], [flat], behind))
 
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         (brought,), params = self.network.finish_gather(pending.between), pending.params
         full = allocate_full(params, _CPU, self.host.pool)
         sizes = [p.sent_bytes for p in params]
@@ -92,7 +92,7 @@ class TwoLevelCommunicator(PairedCommunicator):
         return full.tensors
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         flat = [summable(g, p).contiguous().view(-1) for p, g in zip(params, grads, strict=True)]
         own = [p.summed_elements for p in params]
         # For each host a piece of each gradient, whose parts are those of its ranks.
@@ -122,20 +122,20 @@ class TwoLevelCommunicator(PairedCommunicator):
         return _Reducing(terms, self.network.start_exchange(list(messages), sizes))
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         terms = pending.terms
         means = terms.sums(self.network.finish_exchange(pending.between), self.rank)
         return spread(self, terms.params, means, self.rank)
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _Exchanging:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`: first to the right host."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`: first to the right host."""
         by_host = [slice(first, first + self.per_host) for first in range(0, self.world_size, self.per_host)]
         between = [[sum(sizes[rank][there]) for there in by_host] for rank in self._peers]
         messages = [torch.cat(list(sends[there])) for there in by_host]
         return _Exchanging(sizes, self.network.start_exchange(messages, between))
 
     def finish_exchange(self, pending: _Exchanging) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.collectives.Communicator`: then to the right rank of the host."""
+        """See :class:`~zerograph.runtime.comm.communicator.Communicator`: then to the right rank of the host."""
         sizes, first = pending.sizes, self.network.rank * self.per_host
         here = range(first, first + self.per_host)
         brought = [

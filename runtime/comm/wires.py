@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +18,13 @@ from torch.nn.functional import pad
 import zerograph._core as _core
 from zerograph.core.layout import Layout
 from zerograph.core.step import WIRE_BITS, WIRE_BLOCK, Param
-from zerograph.runtime.buffers import aligned, allocate_full, torch_dtype
+from zerograph.runtime.buffers import aligned, allocate_full, dtype_name, torch_dtype
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.packing import padded_shards
 
-if TYPE_CHECKING:
-    from zerograph.runtime.comm.collectives import Communicator
-
 _KERNELS = {"fp8": _core.Wire.fp8, "int8": _core.Wire.int8, "int4": _core.Wire.int4}
 _MOST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
-_WIDE = {torch.float64: torch.float64}
-"""Where sums are wider than float32."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -42,7 +38,7 @@ def encode(wire: str, values: Tensor, out: Tensor) -> None:
     if WIRE_BITS[wire] == 16:
         out.view(torch.bfloat16).copy_(values)
     elif values.device.type == "cpu":
-        dtype = getattr(_core.DType, str(values.dtype).removeprefix("torch."))
+        dtype = getattr(_core.DType, dtype_name(values.dtype))
         for row, room in zip(values, out, strict=True):
             _core.encode(_KERNELS[wire], row.data_ptr(), dtype, row.numel(), room.data_ptr())
     else:
@@ -55,7 +51,7 @@ def decode(wire: str, message: Tensor, out: Tensor) -> None:
     if WIRE_BITS[wire] == 16:
         out.copy_(message.view(torch.bfloat16))
     elif out.device.type == "cpu":
-        dtype = getattr(_core.DType, str(out.dtype).removeprefix("torch."))
+        dtype = getattr(_core.DType, dtype_name(out.dtype))
         for row, room in zip(message, out, strict=True):
             _core.decode(_KERNELS[wire], row.data_ptr(), room.numel(), room.data_ptr(), dtype)
     else:
@@ -180,10 +176,11 @@ class Terms:
 
     def _sum(self, messages: Sequence[Tensor], which: int, rank: int, scale: float) -> Tensor:
         param = self.params[which]
+        wide = torch.float64 if param.reduce_dtype == "float64" else torch.float32
         total: Tensor | None = None
         for message in messages:
             term = self._term(message, which)[: elements_of(param, rank)]
-            total = term.to(_WIDE.get(term.dtype, torch.float32)) if total is None else total.add_(term)
+            total = term.to(wide) if total is None else total.add_(term)
         assert total is not None
         if scale != 1.0:
             total.mul_(scale)

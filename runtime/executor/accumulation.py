@@ -17,7 +17,8 @@ from torch import Tensor
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.plan import Param, ParamTile
 from zerograph.runtime.buffers import add_to_tile, torch_dtype
-from zerograph.runtime.comm.collectives import Communicator, together
+from zerograph.runtime.comm.collectives import together
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, sequence_of
 from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
 

@@ -32,7 +32,7 @@ from zerograph.core.plan import ParamTile
 from zerograph.core.program import Program
 from zerograph.core.slots import LEAVING
 from zerograph.runtime.buffers import padded
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, reason_of
 from zerograph.runtime.comm.wires import finish_gather, start_gather
 from zerograph.runtime.executor.accumulation import GradientAccumulation

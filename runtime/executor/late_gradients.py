@@ -15,7 +15,8 @@ from torch import Tensor
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
-from zerograph.runtime.comm.collectives import Communicator, together
+from zerograph.runtime.comm.collectives import together
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, sequence_of
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import StepCount

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
-from zerograph.runtime.comm.collectives import Communicator, together
+from zerograph.runtime.comm.collectives import together
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import ROUTES, Entry, reason_of, sequence_of
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.late_gradients import LateGradients, in_messages

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.core.errors import CollectiveMismatch, RankError, ShardingError
 from zerograph.runtime.comm import rendezvous as rendezvous_module
-from zerograph.runtime.comm.collectives import Communicator, GroupCommunicator
+from zerograph.runtime.comm.collectives import GroupCommunicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.rendezvous import Rendezvous, timeout_of
 
 TRANSPORTS = ["auto", "group"]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from zerograph.core.errors import CollectiveMismatch
 from zerograph.core.plan import GivenPlan
 from zerograph.core.program import Program
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import ROUTES, reason_of
 from zerograph.runtime.comm.rendezvous import Rendezvous, shared
 from zerograph.runtime.torch_private import backend_name

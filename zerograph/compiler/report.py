@@ -15,7 +15,7 @@ from zerograph.core.units import format_bytes, format_ranks
 from zerograph.core.wire import Wires
 from zerograph.planner.profile.loss import why_untiled
 from zerograph.planner.programs.process_memory import Resident
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.executor.telemetry import Telemetry
 from zerograph.runtime.offload.shards import ShardStore
 

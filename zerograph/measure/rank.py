@@ -22,7 +22,7 @@ from zerograph.measure.crew import LIMIT
 from zerograph.measure.host import host_memory, our_seconds
 from zerograph.measure.job import Effort, Gathers, Job, RankReport
 from zerograph.measure.timing import ROUNDS, median_of, seconds_of
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.connecting import connect, ranks_of_each, this_host
 from zerograph.runtime.comm.paired import PairedCommunicator
 from zerograph.runtime.comm.rendezvous import shared

@@ -13,7 +13,7 @@ import zerograph._core as _core
 from zerograph.optim.factor import Factor
 from zerograph.optim.parts import Member, Part
 from zerograph.runtime import kernels
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 
 Group = Mapping[str, Any]
 """A parameter group of ``torch.optim``."""

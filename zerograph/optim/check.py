@@ -23,7 +23,7 @@ from zerograph.optim.replicated import refuse_different_gradients
 from zerograph.optim.tensors import names_in
 from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime import delayed
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.dtensors import is_sharded
 from zerograph.runtime.executor.accumulation import GradientAccumulation

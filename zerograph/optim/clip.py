@@ -17,7 +17,8 @@ import zerograph._core as _core
 from zerograph.core.arguments import number, require, require_flag
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
-from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks
+from zerograph.runtime.comm.collectives import sum_over_ranks
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.joined import shards_of
 from zerograph.runtime.dtensors import Groups, groups_of_ranks, is_partial, split_over
 from zerograph.runtime.executor import late_gradients

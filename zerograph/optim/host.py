@@ -36,7 +36,7 @@ from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of
 from zerograph.optim.through_device import ThroughDevice
 from zerograph.optim.torch_private import hooked_step, tell_failed_step
 from zerograph.optim.update import PendingUpdate
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.dtensors import Groups
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import StepCount

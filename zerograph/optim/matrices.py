@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from zerograph.core.layout import rows_of
-from zerograph.runtime.comm.collectives import Communicator, together
+from zerograph.runtime.comm.collectives import together
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, sequence_of
 
 AT_ONCE = 128 * 2**20

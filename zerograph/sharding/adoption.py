@@ -20,7 +20,7 @@ from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.units import format_ranks
-from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.forward import has_opened

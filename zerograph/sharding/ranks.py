@@ -16,7 +16,8 @@ from zerograph.core.arguments import require
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
 from zerograph.runtime.comm.axes import axes_of
-from zerograph.runtime.comm.collectives import Communicator, LoneCommunicator
+from zerograph.runtime.comm.collectives import LoneCommunicator
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.connecting import connect_axes, keeps_to_group
 from zerograph.runtime.comm.paired import PairedCommunicator
 from zerograph.runtime.comm.roster import Roster

@@ -1,4 +1,7 @@
-"""Collectives of whole buckets, over both transports, against what plain tensors give."""
+"""Collectives of whole buckets, over both transports, against what plain tensors give.
+
+Tests ``runtime/comm/communicator.py``.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.axes import axes_of
-from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks, together
+from zerograph.runtime.comm.collectives import sum_over_ranks, together
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.connecting import connect_axes
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.hybrid import HybridCommunicator

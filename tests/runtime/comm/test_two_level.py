@@ -21,7 +21,8 @@ from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm import shared_memory
-from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks, together
+from zerograph.runtime.comm.collectives import sum_over_ranks, together
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.connecting import ranks_of_each
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.two_level import TwoLevelCommunicator
