@@ -2,7 +2,7 @@
 
 Along the last axis of a mesh of ours a parameter is split by rows, or replicated on every rank; along one before it, it
 is replicated (:mod:`~zerograph.runtime.comm.axes`). An axis of tensor parallelism may come after those
-(:mod:`~zerograph.runtime.comm.joined`). Users may give optimizers DTensors of their own, on any mesh.
+(:mod:`~zerograph.runtime.joined`). Users may give optimizers DTensors of their own, on any mesh.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from zerograph.core.layout import rows_of
-from zerograph.runtime.comm.joined import our_axes
+from zerograph.core.layout import Layout, rows_of
+from zerograph.runtime.joined import our_axes
 
 Groups = tuple[ProcessGroup, ...]
 """The ranks over which a tensor is split, along each axis that splits it; none where every rank has all of it."""
@@ -95,14 +95,13 @@ def own_slices(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(*bounds) for bounds in _bounds(tensor, axes))
 
 
-def shared_by_us(param: Tensor) -> tuple[tuple[int, ...], bool]:
-    """The shape of what the ranks that we shard over share of a parameter of ours, and whether they split it: of one
-    that lies on another axis too, this rank's part along that."""
-    if not isinstance(param, DTensor):
-        return tuple(param.shape), False
-    ours = our_axes(param.device_mesh).ndim
-    bounds = _bounds(param, range(ours, param.device_mesh.ndim))
-    return tuple(end - begin for begin, end in bounds), splits(param.placements[ours - 1])
+def shared_by_us(param: DTensor) -> tuple[tuple[int, ...], Layout]:
+    """The shape of what the ranks that we shard over share of a parameter of ours, and how they do: of one that lies on
+    another axis too, this rank's part along that."""
+    ours = our_axes(param.device_mesh)
+    bounds = _bounds(param, range(ours.ndim, param.device_mesh.ndim))
+    home = Layout.home(shard_ranks(ours), sharded=splits(param.placements[ours.ndim - 1]))
+    return tuple(end - begin for begin, end in bounds), home
 
 
 def _bounds(tensor: Tensor, axes: Iterable[int]) -> list[tuple[int, int]]:

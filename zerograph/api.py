@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
@@ -122,11 +122,11 @@ class Backend:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
         return (Backend, (self.config,))
 
-    def _connect(self, device: torch.device) -> Ranks:
+    def _connect(self, device: torch.device, params: Iterable[Tensor]) -> Ranks:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
         self.config.refuse_device(device.type)
         self._segments.prepare(device)
-        ranks = Ranks.connect(self.config, device)
+        ranks = Ranks.connect(self.config, device, params)
         self._connected(ranks)
         return ranks
 

@@ -1,7 +1,8 @@
 """The process groups along the axes of a mesh.
 
 Along the last axis parameters are split. Where there is one before it, ranks of the same place in the last one have the
-same shards: HSDP (Zhao et al., 2023), for ranks whose links differ.
+same shards: HSDP (Zhao et al., 2023), for ranks whose links differ. Experts that ranks have some of each are split over
+those that have the same ones (Rajbhandari et al., 2022, "DeepSpeed-MoE").
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Axes:
         shards: ranks that parameters are split over.
         replicas: ranks that have the same shards; None where no others do.
         device_type: that groups of two axes communicate from; empty where there is one axis.
+        experts: ranks next to each other that have other experts each; ``shards`` have the same ones then.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Axes:
     shards: ProcessGroup
     replicas: ProcessGroup | None = None
     device_type: str = ""
+    experts: int = 1
 
     @classmethod
     def one(cls, group: ProcessGroup) -> Axes:
@@ -68,6 +71,20 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     axes = Axes(name, everyone, shards, replicas, mesh.device_type)
     _KNOWN[axes.name] = axes
     return axes
+
+
+def axes_of_experts(axes: Axes, same: ProcessGroup, experts: int) -> Axes:
+    """Those of parameters that ``experts`` ranks next to each other have other ones of, and the ranks ``same`` share,
+    out of all ranks of ``axes``."""
+    name = f"{axes.name}, {experts} with other experts"
+    found = _KNOWN[name] = Axes(name, axes.everyone, same, experts=experts)
+    return found
+
+
+def experts_on(name: str) -> int:
+    """How many ranks have other experts each of parameters on the mesh ``name``: 1 where all ranks share them."""
+    known = _KNOWN.get(name)
+    return known.experts if known is not None else 1
 
 
 def axes_named(name: str) -> Axes:

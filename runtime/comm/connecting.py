@@ -13,6 +13,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.runtime.comm.axes import Axes
 from zerograph.runtime.comm.collectives import GroupCommunicator, LoneCommunicator
 from zerograph.runtime.comm.communicator import Communicator
+from zerograph.runtime.comm.experts import ExpertCommunicator
 from zerograph.runtime.comm.hybrid import HybridCommunicator
 from zerograph.runtime.comm.rendezvous import Rendezvous, shared
 from zerograph.runtime.torch_private import backend_name
@@ -40,10 +41,12 @@ def connect_axes(axes: Axes, device: torch.device, rendezvous: Rendezvous | None
         ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
     """
     places = axes.places(axes.shards)
-    if axes.replicas is None:
+    if axes.replicas is None and axes.experts == 1:
         return connect(axes.shards, device, rendezvous, places)
     # A lone rank's shards are whole: a gather of them would be a copy.
     shards = connect(axes.shards, device, rendezvous, places) if len(places) > 1 else LoneCommunicator()
+    if axes.replicas is None:
+        return ExpertCommunicator(shards, connect(axes.everyone, device, rendezvous))
     replicas = connect(axes.replicas, device, rendezvous, axes.places(axes.replicas), gathers=False)
     return HybridCommunicator(shards, replicas)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.replicated import refuse_different_gradients
-from zerograph.runtime.comm.joined import joined
+from zerograph.runtime.joined import joined
 
 
 def _compares() -> None:

@@ -39,6 +39,7 @@ from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.optimizer import with_updates
 from zerograph.runtime.buffers import dtype_name
+from zerograph.runtime.comm.axes import experts_on
 from zerograph.tiling.products import tilable
 
 
@@ -186,6 +187,7 @@ def _params(graph: fx.Graph, ranks: int) -> tuple[Param, ...]:
 
 
 def _param(marker: Marker, ranks: int, shape: Any, dtype: Any, trainable: bool) -> Param:
+    experts = experts_on(marker.group)
     return Param(
         name=marker.name,
         shape=tuple(shape),
@@ -193,7 +195,8 @@ def _param(marker: Marker, ranks: int, shape: Any, dtype: Any, trainable: bool) 
         compute_dtype=dtype_name(marker.dtype),
         reduce_dtype=dtype_name(marker.reduce_dtype),
         trainable=trainable,
-        home=Layout.home(ranks, sharded=marker.sharded),
+        home=Layout.home(ranks // experts, sharded=marker.sharded),
+        experts=experts,
     )
 
 

@@ -370,9 +370,11 @@ class Planner:
 
     def _param(self, name: str, param: nn.Parameter) -> Param:
         """A parameter that this frame does not read."""
-        dtype, (shape, sharded) = dtype_name(param.dtype), shared_by_us(param)
-        home = Layout.home(self._world_size, sharded=sharded)
-        return Param(name, shape, dtype, dtype, dtype, param.requires_grad, home)
+        dtype, shape, home = dtype_name(param.dtype), tuple(param.shape), Layout("whole", self._world_size)
+        if isinstance(param, DTensor):
+            shape, home = shared_by_us(param)
+        experts = self._world_size // home.ranks
+        return Param(name, shape, dtype, dtype, dtype, param.requires_grad, home, experts=experts)
 
 
 def placement_of(config: Config) -> Placement:

@@ -37,7 +37,7 @@ __all__ = [
     "token_tiles",
 ]
 
-VERSION = 15
+VERSION = 16
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays resident: until its last use in a graph, until its use in the backward, or until
@@ -456,7 +456,7 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield f"has {placement}, and is updated on the device, where states come from the host alone"
     if bucket.ahead is not None and not 0 <= bucket.ahead <= plan.prefetch:
         yield f"is gathered {bucket.ahead} intervals ahead, and prefetch is {plan.prefetch}"
-    if any(p.home.ranks != plan.world_size for p in bucket.params):
+    if any(p.home.ranks * p.experts != plan.world_size for p in bucket.params):
         yield f"has parameters of other ranks than {plan.world_size}"
     # The rest is about tiles, which share one parameter's rows.
     if bucket.tiles == 1:

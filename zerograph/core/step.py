@@ -54,6 +54,8 @@ class Param:
         tied_to: other names that the model has for it: one parameter, gathered, reduced and updated once.
         gather_wire: format that its gathers send (:mod:`zerograph.core.wire`); None is the compute dtype.
         reduce_wire: format that reductions of its gradient send over a network; None is the dtype of the reduction.
+        experts: ranks next to each other that have other experts in it each, and send each other tokens: every one of
+            them has a parameter of its own here, whose gradient is the mean over all ranks all the same.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Param:
     tied_to: tuple[str, ...] = ()
     gather_wire: str | None = None
     reduce_wire: str | None = None
+    experts: int = 1
 
     @property
     def elements(self) -> int:
@@ -135,8 +138,8 @@ class Param:
         return self.chunk_elements if self.sharded else largest(self.elements, self.home.ranks)
 
     def shard_rows(self, rank: int) -> slice:
-        """The rows that ``rank`` holds; maybe none."""
-        return self.home.rows(self.shape[0], rank)
+        """The rows that ``rank``, one of all of the plan, holds; maybe none."""
+        return self.home.rows(self.shape[0], rank // self.experts)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of what ``rank`` holds."""
@@ -325,9 +328,9 @@ class Step:
 
     def over(self, ranks: int) -> Step:
         """The same step with its parameters over so many ranks."""
-        if all(param.home.ranks == ranks for param in self.params):
+        if all(param.home.ranks * param.experts == ranks for param in self.params):
             return self
-        return replace(self, params=tuple(replace(p, home=p.home.over(ranks)) for p in self.params))
+        return replace(self, params=tuple(replace(p, home=p.home.over(ranks // p.experts)) for p in self.params))
 
     @property
     def passes(self) -> tuple[Op, ...]:

@@ -7,6 +7,7 @@ programs are made from the joint graph.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -192,7 +193,7 @@ class _Call:
                 # and looking through them took a third of a dry run.
                 return [*gc.get_objects(generation=0), *model.modules()]
 
-            adoption = Adoption(config, lambda device: Ranks.connect(config, device), everything=everything)
+            adoption = Adoption(config, functools.partial(Ranks.connect, config), everything=everything)
             adoption.shard([model], device)
             planner = Planner(config, world_size, adoption.params, device, moments=moments, replicas=replicas)
             compilation = Compilation(

@@ -19,9 +19,9 @@ from zerograph.core.errors import UnsupportedError
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
 from zerograph.runtime.comm.collectives import sum_over_ranks
 from zerograph.runtime.comm.communicator import Communicator
-from zerograph.runtime.comm.joined import shards_of
 from zerograph.runtime.dtensors import Groups, groups_of_ranks, is_partial, split_over
 from zerograph.runtime.executor import late_gradients
+from zerograph.runtime.joined import shards_of
 from zerograph.runtime.torch_private import group_device, local_tensor
 
 log = logging.getLogger(__name__)
@@ -107,8 +107,8 @@ def groups_of(tensors: Sequence[Tensor]) -> list[Groups]:
     """For each of ``tensors``, the ranks over which numbers of it are added up.
 
     Raises:
-        UnsupportedError: one is a part of a sum; or they lie on several meshes, whose axes ranks may come to in other
-            orders.
+        UnsupportedError: one is a part of a sum; or they lie on several meshes of other ranks each, whose axes these
+            may come to in other orders.
     """
     for partial in filter(is_partial, tensors):
         raise UnsupportedError(
@@ -117,9 +117,10 @@ def groups_of(tensors: Sequence[Tensor]) -> list[Groups]:
         )
     found = list(map(groups_of_ranks, tensors))
     groups, meshes = set(itertools.chain.from_iterable(found)), set(map(split_over, tensors)) - {None}
-    if len(groups) > 1 and len(meshes) > 1:
+    jobs = {frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None}
+    if len(groups) > 1 and len(jobs) > 1:
         raise UnsupportedError(
-            f"tensors are split over {len(groups)} process groups of {len(meshes)} meshes, and a norm is one mesh's",
+            f"tensors are split over {len(groups)} process groups of {len(jobs)} meshes, and a norm is of equal ranks",
             "take the parameters of one mesh at a time",
         )
     return found
@@ -149,7 +150,7 @@ def groups_in(kinds: Iterable[Groups]) -> list[dist.ProcessGroup]:
 def our_group(groups: Iterable[dist.ProcessGroup], tensors: Iterable[Tensor]) -> dist.ProcessGroup | None:
     """Of ``groups`` the one over which ZeroGraph shards ``tensors``, along which its communicator sums; None where none
     does."""
-    known = {shards_of(tensor.device_mesh) for tensor in tensors if isinstance(tensor, DTensor)}
+    known = {shards_of(tensor.device_mesh) for tensor in tensors if isinstance(tensor, DTensor)} - {None}
     return next((group for group in groups if group in known), None)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zerograph.core.errors import UnsupportedError
-from zerograph.runtime.comm.joined import other_axis
+from zerograph.runtime.joined import other_axis
 from zerograph.runtime.torch_private import local_tensor
 
 _TOLERANCE = 0.01

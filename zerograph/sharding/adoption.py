@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -50,12 +50,12 @@ class Adoption:
     def __init__(
         self,
         config: Config,
-        connect: Callable[[torch.device], Ranks],
+        connect: Callable[[torch.device, Iterable[Tensor]], Ranks],
         adopted: Callable[[Iterable[nn.Parameter]], None] = lambda _: None,
         reads: Callable[[Communicator], UncompiledReads | None] = lambda _: None,
         everything: Callable[[], list[Any]] = gc.get_objects,
     ) -> None:
-        """``connect`` is called once, with the device of the first model, before anything of that is changed;
+        """``connect`` is called once, with the device and parameters of the first model, before anything is changed;
         ``adopted`` with the sharded parameters of each model; ``reads`` gives what reads them uncompiled;
         ``everything`` the objects among which modules, optimizers and lists that hold them are looked for."""
         self._config, self._connect, self._adopted, self._new_reads = config, connect, adopted, reads
@@ -139,14 +139,14 @@ class Adoption:
 
         On a lone rank without a compute dtype or offload there is not: the model stays as it is.
         """
+        before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
         if self.ranks is None:
-            self.ranks = self._connect(device)
+            self.ranks = self._connect(device, before)
             if self.ranks.communicator is not None and self.ranks.mesh is not None:
                 self.reads = self._new_reads(self.ranks.communicator)
         ranks = self.ranks
         if ranks.mesh is None and self._config.dtype is None and not self._config.offloads:
             return False
-        before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
         objects = adopt.instances(self._everything(), nn.Module, Optimizer)
         if ranks.agreement is not None and any(id(p) not in self.known for p in before):
             ranks.agreement.require_same(_given(self._config, roots, objects))

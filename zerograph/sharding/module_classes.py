@@ -30,9 +30,9 @@ from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import move_to_one_mesh, skip_getters
 from zerograph.sharding.foreign_code import explained_methods
 from zerograph.sharding.forward import before_reading, count_own_forward, counting, inside
+from zerograph.sharding.parallel import Parallel
 from zerograph.sharding.shards import as_shard
 from zerograph.sharding.spec import ShardSpec
-from zerograph.sharding.tensor_parallel import Parallel
 from zerograph.sharding.torch_private import compiles_calls, original, set_shard
 from zerograph.sharding.uncompiled import read_uncompiled
 
@@ -225,7 +225,7 @@ def _routed_getter(name: str) -> Any:
 
 
 def _parallel_getter(name: str) -> Any:
-    """The same of a parameter that lies on another axis too (:mod:`~zerograph.sharding.tensor_parallel`)."""
+    """The same of a parameter that lies on another axis too (:mod:`~zerograph.sharding.parallel`)."""
 
     def read(self: Any) -> Tensor | None:
         if is_compiling():

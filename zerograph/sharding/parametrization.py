@@ -19,9 +19,10 @@ from zerograph.core.errors import UnsupportedError
 from zerograph.core.layout import is_divided
 from zerograph.core.machine import Tier
 from zerograph.core.units import format_bytes
-from zerograph.runtime.comm.axes import axes_of
+from zerograph.runtime.comm.axes import axes_of, axes_of_experts
 from zerograph.runtime.dtensors import placements_of, shard_ranks
 from zerograph.runtime.executor.uncompiled import UncompiledReads
+from zerograph.runtime.joined import our_axes
 from zerograph.runtime.offload.host import HostMemory
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import modules_holding, replace_everywhere
@@ -29,17 +30,18 @@ from zerograph.sharding.forward import count_running_call
 from zerograph.sharding.host_parameters import moved, outward_tier, placement_by_name
 from zerograph.sharding.module_classes import class_of, generate_classes, own_modules, present
 from zerograph.sharding.optimizer_states import early_states, share, share_states
-from zerograph.sharding.ranks import Ranks
-from zerograph.sharding.shards import as_shard, local_rows
-from zerograph.sharding.spec import ShardSpec, default_reduce_dtype
-from zerograph.sharding.tensor_parallel import (
+from zerograph.sharding.parallel import (
     Parallel,
+    is_expert,
     mesh_of_both,
     parallel_of,
     placed_on_both,
     shared_part,
     splits_evenly,
 )
+from zerograph.sharding.ranks import Ranks
+from zerograph.sharding.shards import as_shard, local_rows
+from zerograph.sharding.spec import ShardSpec, default_reduce_dtype
 from zerograph.sharding.torch_private import share_hooks
 from zerograph.sharding.unsupported_modules import refuse_modules
 
@@ -77,8 +79,8 @@ def shard_parameters(
     named, places = _owned(roots, taken)
     # Everything that may be refused comes before the first change: a model is sharded wholly or not at all.
     _make_classes(roots, places)
-    both = mesh_of_both(named, mesh)
-    parallel = {name: parallel_of(param, both) for name, param in named.items()} if both is not None else {}
+    parallel = _parallel(named, ranks)
+    over = {name: _shared_over(parallel.get(name), mesh) for name in named}
     specs = {name: spec_of(param, name, config, mesh, parallel.get(name)) for name, param in named.items()}
     tiers: dict[str, Tier] = dict.fromkeys(named, "device")
     if ranks.host is not None:
@@ -88,13 +90,14 @@ def shard_parameters(
                 tiers[name] = outward_tier(placement(name), plain)
             if tiers[name] != "device":
                 specs[name] = specs[name]._replace(device=ranks.device)
-    _warn_of_few_rows(named, specs, mesh)
+    _warn_of_few_rows(named, specs, over)
     new = {
         name: _new_parameter(param, specs[name], tiers[name], ranks, config.sharding, parallel.get(name))
         for name, param in named.items()
     }
     # Before optimizers get the new parameters: then their states are split like these, which must be rank 0's by now.
-    share_states(early_states(named, objects), mesh)
+    for own in dict.fromkeys(over.values()):
+        share_states(early_states({n: p for n, p in named.items() if over[n] is own}, objects), own)
     for module in modules_holding(named.values(), objects):
         for attribute, param in module._parameters.items():
             if id(param) in places and (module, attribute) not in places[id(param)]:
@@ -109,17 +112,39 @@ def shard_parameters(
     return new
 
 
+def _parallel(named: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Parallel]:
+    """Of those of ``named`` that lie on another axis than ours too, how they do."""
+    experts = {name: param for name, param in named.items() if is_expert(param)}
+    if ranks.experts is None and experts:
+        raise UnsupportedError(
+            f"parameter {next(iter(experts))} has experts that ranks divide, and this backend has known none",
+            "give this model a backend of its own, on several ranks",
+        )
+    both = ranks.experts if experts else mesh_of_both(named, ranks.mesh)
+    if experts and mesh_of_both({n: p for n, p in named.items() if n not in experts}, ranks.mesh) is not None:
+        raise UnsupportedError(
+            "the model has experts that ranks divide, and DTensors of another axis", "one of the two; others stay plain"
+        )
+    return {n: parallel_of(p, both) for n, p in (experts or named).items()} if both is not None else {}
+
+
+def _shared_over(parallel: Parallel | None, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The ranks that share a parameter: all of ``mesh``, but for those that have other experts."""
+    return our_axes(parallel.both) if parallel is not None else mesh
+
+
 def _warn_of_few_rows(
-    named: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], mesh: DeviceMesh | None
+    named: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], over: Mapping[str, DeviceMesh | None]
 ) -> None:
     """Parameters are split by rows: say what that leaves unsharded, where it is more than scalars and small vectors."""
-    if mesh is None or not any(spec.sharded for spec in specs.values()):
+    if not any(spec.sharded for spec in specs.values()):
         return
-    unsharded = {n: p.nbytes for n, p in named.items() if p.ndim > 1 and not specs[n].sharded}
-    if sum(unsharded.values()) > sum(p.nbytes for p in named.values()) / 100:
+    ranks = {name: shard_ranks(mesh) for name, mesh in over.items() if mesh is not None}
+    left = {n: p.nbytes for n, p in named.items() if p.ndim > 1 and not specs[n].sharded and ranks.get(n, 1) > 1}
+    if sum(left.values()) > sum(p.nbytes for p in named.values()) / 100:
         log.warning(
             "%d parameters with fewer rows than the %d ranks stay whole on each, %s: %s",
-            len(unsharded), shard_ranks(mesh), format_bytes(sum(unsharded.values())), ", ".join(list(unsharded)[:3]),
+            len(left), max(map(ranks.__getitem__, left)), format_bytes(sum(left.values())), ", ".join(list(left)[:3]),
         )  # fmt: skip
 
 
@@ -176,7 +201,7 @@ def _new_parameter(
         value = moved(value, tier, ranks.host)
     new = nn.Parameter(value, requires_grad=param.requires_grad)
     if param.grad is not None:
-        new.grad = _convert_grad(param.grad, new, ranks.mesh)
+        new.grad = _convert_grad(param.grad, new, _shared_over(parallel, ranks.mesh), ranks.size * ranks.replicas)
     _take_marks(new, param)
     return new
 
@@ -214,8 +239,9 @@ def _take_marks(new: nn.Parameter, old: nn.Parameter) -> None:
     share_hooks(old, new)
 
 
-def _convert_grad(grad: Tensor, new: nn.Parameter, mesh: DeviceMesh | None) -> Tensor:
-    """A gradient from before sharding: averaged over ranks, then split like its parameter."""
+def _convert_grad(grad: Tensor, new: nn.Parameter, mesh: DeviceMesh | None, ranks: int) -> Tensor:
+    """A gradient from before sharding: averaged over ``ranks``, of which those of ``mesh`` have terms, then split like
+    its parameter."""
     if mesh is None:
         return grad.to(new.device)
     grad = grad.detach().clone()
@@ -223,7 +249,7 @@ def _convert_grad(grad: Tensor, new: nn.Parameter, mesh: DeviceMesh | None) -> T
         grad = grad.redistribute(grad.device_mesh, new.placements[-grad.device_mesh.ndim :])
     if not grad.is_meta:
         dist.all_reduce(local_tensor(grad), group=axes_of(mesh).everyone)
-    grad = grad / mesh.size()
+    grad = grad / ranks
     return as_shard(grad, new) if isinstance(new, DTensor) else grad
 
 
@@ -268,11 +294,16 @@ def spec_of(
     reduce_dtype = config.reduce_dtype
     if reduce_dtype is None:
         reduce_dtype = default_reduce_dtype(dtype)
-    world = shard_ranks(mesh) if mesh is not None else 1
+    own = _shared_over(parallel, mesh)
+    world = shard_ranks(own) if own is not None else 1
+    alone = mesh is None or (is_expert(param) and world == 1)
     # One rank gathers what lives off the device from there.
-    splits = config.sharding > 0 and (mesh is not None or config.offloads)
+    splits = config.sharding > 0 and (not alone or config.offloads)
     sharded = splits and (is_divided(param.shape, world) if parallel is None else splits_evenly(parallel, world))
-    group = axes_of(mesh).name if mesh is not None else ""
+    axes = axes_of(mesh) if mesh is not None else None
+    if axes is not None and parallel is not None and is_expert(param):
+        axes = axes_of_experts(axes, our_axes(parallel.both).get_group(), parallel.mesh.size())
+    group = axes.name if axes is not None else ""
     return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 
 
@@ -280,8 +311,9 @@ def distribute(
     value: Tensor, spec: ShardSpec, mesh: DeviceMesh | None, stage: int = 3, parallel: Parallel | None = None
 ) -> Tensor:
     """``value`` as the outward parameter, with rank 0's values: a DTensor; plain at stage 0 and on a lone rank."""
-    if parallel is not None and mesh is not None:
-        return placed_on_both(distribute(shared_part(value, parallel), spec, mesh), parallel)
+    if parallel is not None:
+        own = _shared_over(parallel, mesh)
+        return placed_on_both(distribute(shared_part(value, parallel), spec, own), parallel)
     value = value.detach().contiguous()
     if mesh is None:
         return value

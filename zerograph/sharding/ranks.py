@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph.compiler.agreement import Agreement
 from zerograph.core.arguments import require
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
-from zerograph.runtime.comm.axes import axes_of
+from zerograph.runtime.comm.axes import axes_of, axes_of_experts
 from zerograph.runtime.comm.collectives import LoneCommunicator
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.connecting import connect_axes, keeps_to_group
@@ -28,6 +29,7 @@ from zerograph.sharding.adopt import one_mesh
 from zerograph.sharding.files.checkpoint_folders import watch_checkpoints
 from zerograph.sharding.foreign_code import explain_shards
 from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
+from zerograph.sharding.parallel import mesh_with_experts
 from zerograph.sharding.shards import default_group
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ class Ranks:
         host: of an accelerator, for what leaves it; None where nothing does, and on a CPU.
         replicas: how many have the same part of a parameter.
         per_host: how many are on each host, where several are joined in two levels; else None.
+        experts: the mesh of the ranks that have the same experts, and then of those that have other ones; None where
+            all ranks share all.
     """
 
     device: torch.device
@@ -56,13 +60,18 @@ class Ranks:
     host: HostMemory | None = None
     replicas: int = 1
     per_host: int | None = None
+    experts: DeviceMesh | None = None
 
     @classmethod
-    def connect(cls, config: Config, device: torch.device) -> Ranks:
+    def connect(cls, config: Config, device: torch.device, params: Iterable[Tensor] = ()) -> Ranks:
         """Find the mesh and connect to the other ranks, who all call this.
+
+        Args:
+            params: of the model, which may have experts that ranks have some of each.
 
         Raises:
             ConfigError: the mesh lies on another device type than the model, or the model beside the current device.
+            UnsupportedError: experts lie on an axis that is none of the mesh's.
         """
         _refuse_beside_current(device)
         mesh = resolve_mesh(config, device.type)
@@ -71,7 +80,9 @@ class Ranks:
         host = AcceleratorHost(device) if config.offload_tiers and device.type != "cpu" else None
         if mesh is None:
             return cls(device, communicator=LoneCommunicator(), host=host)
-        axes = axes_of(mesh)
+        experts, axes = mesh_with_experts(params, mesh), axes_of(mesh)
+        if experts is not None:
+            axes = axes_of_experts(axes, experts.get_group(0), experts.size(1))
         if host is not None:
             for group in axes.groups:
                 reach_host(group)
@@ -82,7 +93,7 @@ class Ranks:
         communicator = connect_axes(axes, device, agreement.rendezvous if agreement is not None else None)
         split = shard_ranks(mesh)
         per_host = communicator.per_host if isinstance(communicator, PairedCommunicator) else None
-        return cls(device, split, mesh, communicator, agreement, host, mesh.size() // split, per_host)
+        return cls(device, split, mesh, communicator, agreement, host, mesh.size() // split, per_host, experts)
 
 
 def _refuse_beside_current(device: torch.device) -> None:

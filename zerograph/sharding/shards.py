@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.layout import largest, rows_of
 from zerograph.runtime.comm.axes import axes_named, axes_of
-from zerograph.runtime.comm.joined import everyone_on, other_axis, our_axes
 from zerograph.runtime.dtensors import (
     group_of_ranks,
     has_first_replica,
@@ -26,6 +25,7 @@ from zerograph.runtime.dtensors import (
     split_over,
     splits,
 )
+from zerograph.runtime.joined import everyone_on, other_axis, our_axes
 from zerograph.runtime.torch_private import as_dtensor, local_tensor
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import dtype_name
-from zerograph.sharding.tensor_parallel import Parallel
+from zerograph.runtime.comm.axes import experts_on
+from zerograph.sharding.parallel import Parallel
 
 
 class ShardSpec(NamedTuple):
@@ -35,6 +36,7 @@ class ShardSpec(NamedTuple):
     def described(self, param: Tensor, ranks: int, parallel: Parallel | None = None) -> Param:
         """``param``, the outward one, as plans and transports know it: so many ``ranks`` share it, or of one that lies
         on another axis too this rank's part."""
+        experts = experts_on(self.group)
         return Param(
             self.name,
             tuple(param.shape) if parallel is None else parallel.part,
@@ -42,7 +44,8 @@ class ShardSpec(NamedTuple):
             dtype_name(self.dtype),
             dtype_name(self.reduce_dtype),
             param.requires_grad,
-            Layout.home(ranks, sharded=self.sharded),
+            Layout.home(ranks // experts, sharded=self.sharded),
+            experts=experts,
         )
 
     def computing_in(self, dtype: torch.dtype) -> ShardSpec:

@@ -15,8 +15,8 @@ from zerograph.graph.ops import UNSHARD
 from zerograph.runtime import delayed
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding.markers import reads_of
+from zerograph.sharding.parallel import Parallel
 from zerograph.sharding.spec import ShardSpec
-from zerograph.sharding.tensor_parallel import Parallel
 
 
 @torch.compiler.disable

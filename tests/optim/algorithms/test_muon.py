@@ -39,7 +39,7 @@ from zerograph.optim import matrices
 from zerograph.optim.algorithms import muon as module
 from zerograph.optim.newton_schulz import Iterations, orthogonalized
 from zerograph.runtime.comm.collectives import LoneCommunicator
-from zerograph.runtime.comm.joined import joined
+from zerograph.runtime.joined import joined
 
 SHAPES = [(8, 6), (6, 8), (16, 16), (16, 16), (48, 33)]
 JORDANS = Iterations((3.4445, -4.7750, 2.0315), 5, 1e-7)

@@ -26,8 +26,8 @@ from zerograph.optim.joint import in_order
 from zerograph.optim.matrices import SENT, SplitMatrix, here, on_owners
 from zerograph.optim.newton_schulz import Iterations, orthogonalized
 from zerograph.optim.options import Options, are_betas, are_right, is_at_least_0, refuse_beside_programs
-from zerograph.runtime.comm.joined import our_axes
 from zerograph.runtime.dtensors import is_replicated, is_split_by_rows, shard_ranks
+from zerograph.runtime.joined import our_axes
 
 _AdjustLr = Literal["original", "match_rms_adamw"]
 _ADAMW: Mapping[str, Any] = {

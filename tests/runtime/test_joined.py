@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from zerograph.dryrun.compile_only import simulated_rank
-from zerograph.runtime.comm.joined import everyone_on, joined, other_axis, our_axes, shards_of
+from zerograph.runtime.joined import everyone_on, joined, other_axis, our_axes, shards_of
 
 
 def test_two_axes_of_one_mesh() -> None:

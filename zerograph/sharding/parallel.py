@@ -1,13 +1,17 @@
-"""Tensor parallelism beside ZeRO: parameters that are DTensors already, on another axis of the mesh.
+"""Tensor and expert parallelism beside ZeRO: parameters that are DTensors already, on another axis of the mesh.
 
 ``parallelize_module`` splits weights over an axis, and the model computes on DTensors. ZeroGraph shards this rank's
 part of each over the data axes, and gives the forward that part, whole again, as the DTensor that the model knows.
 Outward the parameter lies on both axes, as ``fully_shard`` places it (Liang et al., 2024, "TorchTitan").
+
+The ranks of a tensor-parallel axis have the same samples, and our axes are beside it. Those of an axis of experts have
+samples of their own: it is inside of our axis, over which all other parameters are sharded, and the ranks that have the
+same experts as this one shard these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from zerograph.core.errors import UnsupportedError
 from zerograph.core.layout import is_divided
-from zerograph.runtime.comm.joined import joined, other_axis
+from zerograph.runtime.joined import joined, other_axis
 from zerograph.runtime.torch_private import as_dtensor, local_tensor, strided_shard
 
 
@@ -66,6 +70,41 @@ def parallel_of(param: Tensor, both: DeviceMesh) -> Parallel:
     placements = tuple(param.placements) if isinstance(param, DTensor) else (Replicate(),)
     stride = tuple(param.stride()) if computes else tuple(param.detach().contiguous().stride())
     return Parallel(axis, both, placements, tuple(param.shape), stride, tuple(local_tensor(param).shape), computes)
+
+
+def mark_as_expert(param: Tensor) -> None:
+    """Let ``param``, a DTensor whose axis divides its experts, be what :func:`is_expert` finds."""
+    param._zg_expert = True  # type: ignore[attr-defined]
+
+
+def is_expert(param: Tensor) -> bool:
+    """Whether it lies on an axis of experts."""
+    return getattr(param, "_zg_expert", False)
+
+
+def mesh_with_experts(params: Iterable[Tensor], mesh: DeviceMesh) -> DeviceMesh | None:
+    """The mesh of the ranks that have the same experts as this one, and then of those that have other ones; None where
+    ``params`` have no experts. All ranks of ``mesh``, over which all other parameters are sharded, call this together.
+
+    Raises:
+        UnsupportedError: the experts lie on several axes, or on one that does not divide ``mesh`` into ranks that are
+            next to each other.
+    """
+    axes = list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor) and is_expert(param)))
+    if not axes:
+        return None
+    axis, ranks = axes[0], mesh.mesh.flatten()
+    for root in [axis._get_root_mesh()] if len(axes) == mesh.ndim == axis.ndim == 1 else []:
+        for name in root.mesh_dim_names or ():
+            if name not in (axis.mesh_dim_names or ()) and root[name].size() * axis.size() == len(ranks):
+                both = joined(root[name], axis, of_experts=True)
+                if bool((both.mesh.flatten() == ranks).all()):
+                    return both
+    raise UnsupportedError(
+        f"experts lie on {', '.join(map(str, axes))}, which is not the last of two axes of {mesh}",
+        'make mesh = init_device_mesh(device, (ranks // n, n), mesh_dim_names=("dp", "ep")) of all ranks that train, '
+        'divide the experts over mesh["ep"], and leave mesh= of zerograph.backend out',
+    )
 
 
 def mesh_of_both(named: Mapping[str, Tensor], mesh: DeviceMesh | None) -> DeviceMesh | None:

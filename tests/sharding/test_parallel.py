@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from zerograph.core.errors import UnsupportedError
+from zerograph.core.layout import Layout
 from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.runtime.dtensors import placements_of, shared_by_us
-from zerograph.sharding.tensor_parallel import mesh_of_both, parallel_of, placed_on_both, splits_evenly
+from zerograph.runtime.joined import other_axis, our_axes, shards_of
+from zerograph.sharding.parallel import (
+    is_expert,
+    mark_as_expert,
+    mesh_of_both,
+    mesh_with_experts,
+    parallel_of,
+    placed_on_both,
+    splits_evenly,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +43,7 @@ def test_our_ranks_share_one_part(rows: int, placement: Placement, part: tuple[i
         assert (parallel.shape, parallel.part, parallel.computes) == ((rows, 6), part, True)
         assert splits_evenly(parallel, 2) == splits
         own = distribute_tensor(torch.ones(part), mesh["data"], placements_of(splits, mesh["data"]))
-        assert shared_by_us(placed_on_both(own, parallel)) == (part, splits)
+        assert shared_by_us(placed_on_both(own, parallel)) == (part, Layout.home(2, sharded=splits))
         plain = parallel_of(torch.ones(2, 3), both)
         assert (plain.shape, plain.part, plain.computes) == ((2, 3), (2, 3), False)
         given = torch.ones(2, 3)
@@ -59,3 +69,21 @@ def test_refused() -> None:
             mesh_of_both({"weight": beside}, three["replicas", "shards"])
         with pytest.raises(UnsupportedError, match="one rank alone"):
             mesh_of_both({"weight": on_tensor}, None)
+
+
+def test_experts_lie_inside_of_our_axis() -> None:
+    with simulated_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        everyone = DeviceMesh("cpu", [0, 1, 2, 3])
+        param = DTensor.from_local(torch.ones(2, 3), mesh["expert"], [Shard(0)], run_check=False)
+        assert not is_expert(param) and mesh_with_experts([param, torch.ones(2)], everyone) is None
+        mark_as_expert(param)
+        both = mesh_with_experts([param, torch.ones(2)], everyone)
+        assert both == mesh and is_expert(param)
+        assert our_axes(both) == mesh["data"] and other_axis(both) == mesh["expert"]
+        assert shards_of(both) is None, "we communicate between more ranks"
+        across = DTensor.from_local(torch.ones(2, 3), mesh["data"], [Shard(0)], run_check=False)
+        mark_as_expert(across)
+        for params, ours in (([across], everyone), ([param, across], everyone), ([param], mesh["expert"])):
+            with pytest.raises(UnsupportedError, match="not the last of two axes"):
+                mesh_with_experts(params, ours)

@@ -1,4 +1,4 @@
-"""Meshes of our axes and another one, on which a model's tensors lie already: that of tensor parallelism.
+"""Meshes of our axes and another one, on which a model's tensors lie already: of tensor parallelism, or of experts.
 
 Our axes come first, as ``fully_shard`` joins them: parameters are split along the other axis first, and what a rank has
 of one is then split over ours.
@@ -20,11 +20,15 @@ class _Joined:
     ours: DeviceMesh
     other: DeviceMesh
     everyone: ProcessGroup
+    of_experts: bool
 
 
-def joined(ours: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+def joined(ours: DeviceMesh, other: DeviceMesh, *, of_experts: bool = False) -> DeviceMesh:
     """The mesh of the axes of both, the same object each time: AOTAutograd tells equal meshes apart. All of its ranks
     call this together.
+
+    Args:
+        of_experts: whether ranks along ``other`` have samples of their own, so that we communicate between all.
 
     Raises:
         RuntimeError: they are not different axes of one mesh.
@@ -35,7 +39,7 @@ def joined(ours: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
             del _JOINED[known]  # of groups that were destroyed
         elif known == mesh:
             return known
-    _JOINED[mesh] = _Joined(ours, other, everyone_of(mesh, ours.get_group(ours.ndim - 1)))
+    _JOINED[mesh] = _Joined(ours, other, everyone_of(mesh, ours.get_group(ours.ndim - 1)), of_experts)
     return mesh
 
 
@@ -56,10 +60,11 @@ def everyone_on(mesh: DeviceMesh) -> ProcessGroup:
     return _JOINED[mesh].everyone
 
 
-def shards_of(mesh: DeviceMesh) -> ProcessGroup:
-    """The ranks over which we split what lies on ``mesh``."""
-    ours = our_axes(mesh)
-    return ours.get_group(ours.ndim - 1)
+def shards_of(mesh: DeviceMesh) -> ProcessGroup | None:
+    """The ranks over which we split what lies on ``mesh``; None of experts, which fewer share than we communicate
+    between."""
+    ours, known = our_axes(mesh), _known(mesh)
+    return None if known is not None and known.of_experts else ours.get_group(ours.ndim - 1)
 
 
 def _known(mesh: DeviceMesh) -> _Joined | None:
