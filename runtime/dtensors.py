@@ -1,7 +1,7 @@
 """How tensors lie on the mesh of the ranks that share them: where placements are chosen and read, and nowhere else.
 
-Along the last axis of a mesh of ours a parameter is split by rows, or replicated on every rank; along one before it, it
-is replicated (:mod:`~zerograph.runtime.comm.axes`). An axis of tensor parallelism may come after those
+Along the last axis of a mesh of ours a parameter is split by rows, or where it has few along another dimension, or
+replicated on every rank; along one before it, it is replicated (:mod:`~zerograph.runtime.comm.axes`). An axis of tensor parallelism may come after those
 (:mod:`~zerograph.runtime.joined`). Users may give optimizers DTensors of their own, on any mesh.
 """
 
@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from zerograph.core.layout import Layout, rows_of
+from zerograph.core.layout import Layout, folded, rows_of
 from zerograph.runtime.joined import our_axes
 
 Groups = tuple[ProcessGroup, ...]
 """The ranks over which a tensor is split, along each axis that splits it; none where every rank has all of it."""
 
 
-def placements_of(sharded: bool, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """The placements of a parameter of ours on ``mesh``: its rows split over the last axis, or replicated."""
-    return (*[Replicate()] * (mesh.ndim - 1), Shard(0) if sharded else Replicate())
+def placements_of(sharded: bool, mesh: DeviceMesh, dim: int = 0) -> tuple[Placement, ...]:
+    """The placements of a parameter of ours on ``mesh``: split over the last axis along ``dim``, or replicated."""
+    return (*[Replicate()] * (mesh.ndim - 1), Shard(dim) if sharded else Replicate())
 
 
 def shard_ranks(mesh: DeviceMesh) -> int:
@@ -35,6 +35,11 @@ def shard_ranks(mesh: DeviceMesh) -> int:
 def splits(placement: Placement) -> bool:
     """Whether ranks hold different parts: a strided shard, which ``is_shard()`` leaves out, is one too."""
     return not placement.is_replicate() and not placement.is_partial()
+
+
+def split_along(placement: Placement) -> int:
+    """The dimension along which ranks hold different parts; 0 where they do not."""
+    return placement.dim if splits(placement) else 0  # type: ignore[attr-defined, no-any-return]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -96,12 +101,12 @@ def own_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def shared_by_us(param: DTensor) -> tuple[tuple[int, ...], Layout]:
-    """The shape of what the ranks that we shard over share of a parameter of ours, and how they do: of one that lies on
-    another axis too, this rank's part along that."""
+    """The shape of what the ranks that we shard over share of a parameter of ours, as they split it by rows, and how
+    they do: of one that lies on another axis too, this rank's part along that."""
     ours = our_axes(param.device_mesh)
-    bounds = _bounds(param, range(ours.ndim, param.device_mesh.ndim))
-    home = Layout.home(shard_ranks(ours), sharded=splits(param.placements[ours.ndim - 1]))
-    return tuple(end - begin for begin, end in bounds), home
+    shape = [end - begin for begin, end in _bounds(param, range(ours.ndim, param.device_mesh.ndim))]
+    own, ranks = param.placements[ours.ndim - 1], shard_ranks(ours)
+    return tuple(folded(shape, split_along(own), ranks)), Layout.home(ranks, sharded=splits(own))
 
 
 def _bounds(tensor: Tensor, axes: Iterable[int]) -> list[tuple[int, int]]:
@@ -123,6 +128,7 @@ def _bounds(tensor: Tensor, axes: Iterable[int]) -> list[tuple[int, int]]:
     return bounds
 
 
-def own_rows(rows: int, mesh: DeviceMesh) -> slice:
-    """The rows that this rank has of ``rows`` ones that are split over ``mesh``."""
-    return rows_of(rows, mesh.get_local_rank(mesh.ndim - 1), shard_ranks(mesh))
+def own_part(value: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
+    """The part that this rank has of ``value``, which is split over ``mesh`` along ``dim``; a view."""
+    rows = rows_of(value.shape[dim], mesh.get_local_rank(mesh.ndim - 1), shard_ranks(mesh))
+    return value.narrow(dim, rows.start, rows.stop - rows.start)

@@ -44,12 +44,12 @@ def computed(tokens: Tensor, expert: Tensor, up: Tensor, down: Tensor, bias: Ten
 class Layer(nn.Module):
     """A router, experts of which the last one never has a token, and an expert that all tokens share."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, experts: int) -> None:
         super().__init__()
-        self.router, self.shared, self.group = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, WIDTH), group
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / WIDTH)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / WIDTH)
-        self.bias = nn.Parameter(torch.zeros(EXPERTS, WIDTH))
+        self.router, self.shared, self.group = nn.Linear(WIDTH, experts), nn.Linear(WIDTH, WIDTH), group
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, 2 * WIDTH) / WIDTH)
+        self.down = nn.Parameter(torch.randn(experts, 2 * WIDTH, WIDTH) / WIDTH)
+        self.bias = nn.Parameter(torch.zeros(experts, WIDTH))
         nn.init.constant_(self.router.bias[-1:], -1e9)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, axis: DeviceMesh | None = None) -> None:
+    def __init__(self, axis: DeviceMesh | None = None, experts: int = EXPERTS) -> None:
         super().__init__()
         torch.manual_seed(0)
         group = axis.get_group() if axis is not None else None
-        self.layers = nn.ModuleList(Layer(group) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(group, experts) for _ in range(2))
         for layer in self.layers if axis is not None else ():
             for name in ("up", "down", "bias"):
                 setattr(layer, name, as_expert(getattr(layer, name), axis))
@@ -97,11 +97,16 @@ class Training(Steps):
     """Ours on a mesh of ``shape``, or without one plain PyTorch on the whole batch."""
 
     def __init__(
-        self, shape: tuple[int, int] | None, optimizer: Optimizers = adamw, parts: int = 1, **options: Any
+        self,
+        shape: tuple[int, int] | None,
+        optimizer: Optimizers = adamw,
+        parts: int = 1,
+        experts: int = EXPERTS,
+        **options: Any,
     ) -> None:
         torch._dynamo.reset()
         self.shape, self.parts, self.losses = shape, parts, list[float]()
-        self.model = Net(grid(*shape)["ep"] if shape is not None else None)
+        self.model = Net(grid(*shape)["ep"] if shape is not None else None, experts)
         if shape is not None:
             self.backend = zerograph.backend(**{"compute": "eager", "bucket_size": "1KB"} | options)
             self.model.compile(backend=self.backend)
@@ -122,7 +127,7 @@ def _trains(shape: tuple[int, int], options: list[dict[str, Any]], path: str) ->
     for one in options:
         given = {"optimizer": native, **one} | ({"path": path} if "offload" in one else {})
         training = Training(shape, **given)
-        close(training.run(), Training(None, native, given.get("parts", 1)).run())
+        close(training.run(), Training(None, native, given.get("parts", 1), given.get("experts", EXPERTS)).run())
         assert len(training.backend.frames) == 1
 
 
@@ -133,6 +138,7 @@ def _trains(shape: tuple[int, int], options: list[dict[str, Any]], path: str) ->
         ((2, 2), [{"stage": 3, "offload": "parameters"}, {"stage": 3, "recompute": "full", "compute": "inductor"}]),
         ((1, 4), [{"stage": 3, "optimizer": adamw}, {"stage": 3, "offload": "parameters"}]),
         ((4, 1), [{"stage": 3}]),
+        ((2, 2), [{"stage": 3, "experts": 2}]),
     ],
 )
 def test_losses_are_those_of_one_process(shape: tuple[int, int], options: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -180,6 +186,10 @@ def test_held_gradients() -> None:
 
 
 def _placed_and_moved(path: str) -> None:
+    few = Training((2, 2), experts=2, stage=3)
+    few.step(0)
+    up = few.model.layers[0].up
+    assert up.placements == (Shard(1), Shard(0)) and up.to_local().shape == (1, WIDTH // 2, 2 * WIDTH)
     training = Training((2, 2), stage=3)
     training.step(0)
     model = training.model

@@ -58,9 +58,26 @@ class Layout:
 
 
 def is_divided(shape: Sequence[int], ranks: int) -> bool:
-    """Whether a parameter of that ``shape`` is split by rows: there is one for each of ``ranks``. Others stay
-    unsharded."""
+    """Whether a parameter of that ``shape`` is split by rows: there is one for each of ``ranks``."""
     return len(shape) > 0 and shape[0] >= ranks
+
+
+def split_dimension(shape: Sequence[int], ranks: int) -> int | None:
+    """The dimension along which ranks split a parameter of that ``shape``: its rows, where :func:`is_divided`; of three
+    or more, such as a few experts, else the first that ``ranks`` divide evenly. None where it stays unsharded."""
+    if is_divided(shape, ranks):
+        return 0
+    return next((dim for dim in range(1, len(shape)) if len(shape) > 2 and shape[dim] % ranks == 0), None)
+
+
+def folded(shape: Sequence[int], dim: int, ranks: int) -> list[int]:
+    """A parameter of that ``shape`` that ``ranks`` split along ``dim``, as one that they split by rows: the part of each
+    rank, one behind the other."""
+    found = list(shape)
+    if dim:
+        found[dim] //= ranks
+        found[0] *= ranks
+    return found
 
 
 def transition(source: Portion, target: Portion) -> Collective | None:

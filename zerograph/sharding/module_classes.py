@@ -13,7 +13,7 @@ import copyreg
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 
 from zerograph.core.errors import ShardingError, UnsupportedError
+from zerograph.core.layout import folded
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.torch_private import skip_frame
 from zerograph.runtime import delayed
@@ -32,7 +33,7 @@ from zerograph.sharding.foreign_code import explained_methods
 from zerograph.sharding.forward import before_reading, count_own_forward, counting, inside
 from zerograph.sharding.parallel import Parallel
 from zerograph.sharding.shards import as_shard
-from zerograph.sharding.spec import ShardSpec
+from zerograph.sharding.spec import ShardSpec, unfolded
 from zerograph.sharding.torch_private import compiles_calls, original, set_shard
 from zerograph.sharding.uncompiled import read_uncompiled
 
@@ -217,8 +218,8 @@ def _routed_getter(name: str) -> Any:
 
     def read(self: Any) -> Tensor | None:
         if is_compiling():
-            full = self._zg_unsharded
-            return full[name] if name in full else unshard(self._parameters[name], self._zg_specs[name])
+            full, param, spec = self._zg_unsharded, self._parameters[name], self._zg_specs[name]
+            return unfolded(full[name], param.shape, spec.dim) if name in full else unshard(param, spec)
         return _read(self, name, compiles_calls()) if inside() else self._parameters[name]
 
     return read
@@ -229,10 +230,10 @@ def _parallel_getter(name: str) -> Any:
 
     def read(self: Any) -> Tensor | None:
         if is_compiling():
-            parallel, full = self._zg_parallel[name], self._zg_unsharded
+            parallel, full, spec = self._zg_parallel[name], self._zg_unsharded, self._zg_specs[name]
             if name in full:
-                return parallel.inward(full[name])  # type: ignore[no-any-return]
-            return unshard_parallel(self._parameters[name], self._zg_specs[name], parallel)
+                return parallel.inward(unfolded(full[name], parallel.part, spec.dim))  # type: ignore[no-any-return]
+            return unshard_parallel(self._parameters[name], spec, parallel)
         return _read(self, name, compiles_calls()) if inside() else self._parameters[name]
 
     return read
@@ -241,10 +242,18 @@ def _parallel_getter(name: str) -> Any:
 def unshard(param: Tensor, spec: ShardSpec) -> Tensor:
     """The full tensor of ``param``, in ``spec.dtype``; its gradient arrives averaged over ranks."""
     if isinstance(param, DTensor):
-        return UNSHARD(param.to_local(), list(param.shape), *spec)
+        return _unsharded(param.to_local(), param.shape, spec)
     if spec.sharded and spec.group:
         return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
-    return UNSHARD(param, list(param.shape), *spec)
+    return UNSHARD(param, list(param.shape), *spec[:-1])
+
+
+def _unsharded(local: Tensor, shape: Sequence[int], spec: ShardSpec) -> Tensor:
+    ranks = shape[spec.dim] // local.shape[spec.dim] if spec.dim else 1
+    return unfolded(UNSHARD(local, folded(shape, spec.dim, ranks), *spec[:-1]), shape, spec.dim)
+
+
+skip_frame(_unsharded)
 
 
 skip_frame(unshard)
@@ -254,7 +263,7 @@ def unshard_parallel(param: Tensor, spec: ShardSpec, parallel: Parallel) -> Tens
     """The same of a parameter that lies on another axis too: a DTensor of that axis, where the model computes so."""
     if not isinstance(param, DTensor) or param.device_mesh.ndim == parallel.mesh.ndim:
         return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
-    return parallel.inward(UNSHARD(param.to_local(), list(parallel.part), *spec))
+    return parallel.inward(_unsharded(param.to_local(), parallel.part, spec))
 
 
 skip_frame(unshard_parallel)
@@ -266,7 +275,8 @@ def _read(module: ShardedModule, name: str, compiles: bool) -> Tensor:
     param: nn.Parameter = module._parameters[name]  # type: ignore[attr-defined]
     parallel = module._zg_parallel.get(name)
     if name in module._zg_unsharded and id(param) in module._zg_reads.known:  # type: ignore[union-attr]
-        full = module._zg_unsharded[name]
+        spec = module._zg_specs[name]
+        full = unfolded(module._zg_unsharded[name], param.shape if parallel is None else parallel.part, spec.dim)
     else:
         full = read_uncompiled(param, module._zg_specs[name], module._zg_reads, parallel)
     return full if parallel is None or isinstance(full, DTensor) else parallel.inward(full)

@@ -173,7 +173,7 @@ def placed_on_both(part: Tensor, parallel: Parallel) -> DTensor:
     """``part``, sharded over our axes, as what it is on all of them."""
     assert isinstance(part, DTensor)
     *replicas, own = part.placements
-    if own.is_shard() and parallel.splits_rows:
+    if own.is_shard(0) and parallel.splits_rows:
         own = strided_shard(0, parallel.mesh.size())
     placements = (*replicas, own, *parallel.placements)
     return as_dtensor(local_tensor(part), parallel.both, placements, parallel.shape, parallel.stride)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError
-from zerograph.core.layout import is_divided
+from zerograph.core.layout import split_dimension
 from zerograph.core.machine import Tier
 from zerograph.core.units import format_bytes
 from zerograph.runtime.comm.axes import axes_of, axes_of_experts
@@ -299,12 +299,21 @@ def spec_of(
     alone = mesh is None or (is_expert(param) and world == 1)
     # One rank gathers what lives off the device from there.
     splits = config.sharding > 0 and (not alone or config.offloads)
-    sharded = splits and (is_divided(param.shape, world) if parallel is None else splits_evenly(parallel, world))
+    dim = _dimension(param, parallel, world) if splits else None
     axes = axes_of(mesh) if mesh is not None else None
     if axes is not None and parallel is not None and is_expert(param):
         axes = axes_of_experts(axes, our_axes(parallel.both).get_group(), parallel.mesh.size())
     group = axes.name if axes is not None else ""
-    return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, sharded)
+    return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, dim is not None, dim=dim or 0)
+
+
+def _dimension(param: Tensor, parallel: Parallel | None, ranks: int) -> int | None:
+    """Along which ``ranks`` split it; None where each has the whole."""
+    if parallel is None:
+        return split_dimension(param.shape, ranks)
+    if splits_evenly(parallel, ranks):
+        return 0
+    return split_dimension((1, *parallel.part[1:]), ranks) if is_expert(param) else None
 
 
 def distribute(
@@ -317,10 +326,10 @@ def distribute(
     value = value.detach().contiguous()
     if mesh is None:
         return value
-    placements = placements_of(spec.sharded, mesh)
+    placements = placements_of(spec.sharded, mesh, spec.dim)
     if stage == 0:
         # Distributed all the same: it brings rank 0's values to all ranks.
         return value if value.is_meta else distribute_tensor(value, mesh, placements).to_local()
     if value.is_meta:
-        return local_rows(value, mesh, spec.sharded, value.device)
+        return local_rows(value, mesh, spec.sharded, value.device, spec.dim)
     return distribute_tensor(value, mesh, placements)

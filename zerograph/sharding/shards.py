@@ -19,9 +19,10 @@ from zerograph.runtime.dtensors import (
     has_first_replica,
     is_sharded,
     is_split_by_rows,
-    own_rows,
+    own_part,
     own_slices,
     placements_of,
+    split_along,
     split_over,
     splits,
 )
@@ -69,7 +70,8 @@ def as_shard(value: Tensor, like: DTensor) -> DTensor:
     if isinstance(value, DTensor):
         ours = our_axes(like.device_mesh)
         part = local_tensor(value.redistribute(value.device_mesh, like.placements[ours.ndim :]))
-        rows = part[own_rows(len(part), ours)] if splits(like.placements[ours.ndim - 1]) else part
+        own_axis = like.placements[ours.ndim - 1]
+        rows = own_part(part, ours, split_along(own_axis)) if splits(own_axis) else part
     else:
         rows = value[own_slices(like)]
     own = _owned(rows, value)
@@ -84,11 +86,12 @@ def _owned(rows: Tensor, value: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def local_rows(value: Tensor, mesh: DeviceMesh, sharded: bool, device: torch.device) -> DTensor:
-    """The rows of the full ``value`` that this rank holds on ``device``, all unless ``sharded``; no communication."""
-    local = _owned(value[own_rows(len(value), mesh)], value) if sharded else value.contiguous()
+def local_rows(value: Tensor, mesh: DeviceMesh, sharded: bool, device: torch.device, dim: int = 0) -> DTensor:
+    """The part of the full ``value`` along ``dim`` that this rank holds on ``device``, all unless ``sharded``; no
+    communication."""
+    local = _owned(own_part(value, mesh, dim), value) if sharded else value.contiguous()
     local = local if local.is_meta else local.to(device)
-    return as_dtensor(local, mesh, placements_of(sharded, mesh), value.shape, value.contiguous().stride())
+    return as_dtensor(local, mesh, placements_of(sharded, mesh, dim), value.shape, value.contiguous().stride())
 
 
 def full_value(param: Tensor) -> Tensor:
@@ -132,7 +135,7 @@ def send_from_first(full: Tensor | None, local: Tensor, group: dist.ProcessGroup
         if group is None or group.size() == 1:
             if _given(full).data_ptr() != local.data_ptr():  # else it was filled in its place
                 local.copy_(_given(full))
-        elif mesh is not None and other_axis(mesh) is not None:
+        elif mesh is not None and (other_axis(mesh) is not None or not is_split_by_rows(like)):
             whole = _given(full).detach().to(local).contiguous() if is_first(group) else local.new_empty(like.shape)
             dist.broadcast(whole, src=first_rank(group), group=group)
             local.copy_(whole[own_slices(like)])

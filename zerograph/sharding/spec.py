@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerograph.core.layout import Layout
+from zerograph.core.layout import Layout, folded
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import dtype_name
 from zerograph.runtime.comm.axes import experts_on
@@ -15,7 +16,7 @@ from zerograph.sharding.parallel import Parallel
 
 
 class ShardSpec(NamedTuple):
-    """How the marker of one parameter is to be read; the constants that travel in the graph.
+    """How the marker of one parameter is to be read; all but the last travel in the graph as constants.
 
     Attributes:
         name: fully qualified name in the sharded model.
@@ -24,6 +25,7 @@ class ShardSpec(NamedTuple):
         reduce_dtype: dtype of the gradient's reduction over ranks.
         sharded: split by rows over the ranks of ``group``, or unsharded on each.
         device: of the full tensor, where the outward parameter is off the accelerator that computes; else None.
+        dim: along which the ranks split it. Graphs have it :func:`~zerograph.core.layout.folded`, as if by rows.
     """
 
     name: str
@@ -32,14 +34,16 @@ class ShardSpec(NamedTuple):
     reduce_dtype: torch.dtype
     sharded: bool
     device: torch.device | None = None
+    dim: int = 0
 
     def described(self, param: Tensor, ranks: int, parallel: Parallel | None = None) -> Param:
         """``param``, the outward one, as plans and transports know it: so many ``ranks`` share it, or of one that lies
         on another axis too this rank's part."""
         experts = experts_on(self.group)
+        shape = param.shape if parallel is None else parallel.part
         return Param(
             self.name,
-            tuple(param.shape) if parallel is None else parallel.part,
+            tuple(folded(shape, self.dim, ranks // experts)),
             dtype_name(param.dtype),
             dtype_name(self.dtype),
             dtype_name(self.reduce_dtype),
@@ -51,6 +55,11 @@ class ShardSpec(NamedTuple):
     def computing_in(self, dtype: torch.dtype) -> ShardSpec:
         """That of the same parameter in another compute dtype."""
         return self._replace(dtype=dtype, reduce_dtype=default_reduce_dtype(dtype))
+
+
+def unfolded(full: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    """A parameter of ``shape`` of what is :func:`~zerograph.core.layout.folded` of it; a copy, unless ``dim`` is 0."""
+    return full.unflatten(0, (-1, shape[0])).movedim(0, dim).flatten(dim, dim + 1) if dim else full
 
 
 def default_reduce_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ from zerograph.runtime import delayed
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding.markers import reads_of
 from zerograph.sharding.parallel import Parallel
-from zerograph.sharding.spec import ShardSpec
+from zerograph.sharding.spec import ShardSpec, unfolded
 
 
 @torch.compiler.disable
@@ -41,11 +41,12 @@ def read_uncompiled(
         return param
     local = param.to_local() if isinstance(param, DTensor) else param
     if not spec.group:
-        return UNSHARD(local, list(param.shape), *spec)
+        return UNSHARD(local, list(param.shape), *spec[:-1])
     if reads is None:  # the model came from a file
         reads = reads_of(spec.group, spec.device or local.device)
     described = spec.described(param, reads.comm.world_size, parallel)
-    return _Read.apply(local, described, spec.device, reads, running_line())  # type: ignore[no-any-return]
+    full = _Read.apply(local, described, spec.device, reads, running_line())
+    return unfolded(full, param.shape if parallel is None else parallel.part, spec.dim)
 
 
 class _Read(torch.autograd.Function):
