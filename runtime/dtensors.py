@@ -1,8 +1,9 @@
 """How tensors lie on the mesh of the ranks that share them: where placements are chosen and read, and nowhere else.
 
-Along the last axis of a mesh of ours a parameter is split by rows, or where it has few along another dimension, or
-replicated on every rank; along one before it, it is replicated (:mod:`~zerograph.runtime.comm.axes`). An axis of tensor parallelism may come after those
-(:mod:`~zerograph.runtime.joined`). Users may give optimizers DTensors of their own, on any mesh.
+Along the last axis of a mesh of ours a parameter is split by rows, or along another dimension where it has few, or
+replicated on every rank; along one before it, it is replicated (:mod:`~zerograph.runtime.comm.axes`). An axis of tensor
+parallelism, or of experts, may come after those (:mod:`~zerograph.runtime.joined`). Users may give optimizers DTensors
+of their own, on any mesh.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameters with fewer rows than ranks, as a few experts in one tensor have: ranks split them along another dimension."""
+"""Parameters with fewer rows than ranks, as a few experts in one tensor: ranks split them along another dimension."""
 
 from __future__ import annotations
 
