@@ -3,6 +3,7 @@
     python benchmarks/hosts.py                       # 2 hosts of 2 ranks, links of 200 Mbit/s
     python benchmarks/hosts.py --rate 1gbit --rounds 9
     python benchmarks/hosts.py --parts 8 --batch 8   # a batch in parts, beside a loop that accumulates gradients
+    python benchmarks/hosts.py --experts             # a Mixtral, with experts whole on each rank and divided
 
 Hosts are network namespaces of this machine (`namespaces.py`); ranks of one share its memory, and between hosts there
 is gloo over a link that `tc` shapes. It takes root and `iproute2`.
@@ -14,7 +15,9 @@ Prediction. By bytes: of P bytes of fp32 parameters a ring over all ranks sends 
 and 2, and replicas no longer than `fully_shard` on the same mesh. Int8 gathers are 0.13 P each, and an int4 reduction
 0.06 P: 0.31 P at stage 3 and a third of its time. In parts of the batch each weight is gathered twice
 and reduced once, whatever the parts: of eight an eighth of the loop's bytes, and 0.2 of its time, as the link is what a
-step waits for.
+step waits for. Of a Mixtral experts are nine tenths of P. Divided over all four ranks these are not sent at all, and
+256 tokens of 2 choices of each rank, 1 KiB each, go to the other host 5 times in half of the cases: 2.6 MB in each of
+4 layers and 11 MB per host. Divided inside of hosts they halve what two levels reduce and gather between these.
 
 Method. As in `step.py`: each variant has its own processes, the order rotates from round to round, ratios are taken
 within a round, and losses are compared with DDP's. Bytes are those that the first host has sent meanwhile.
@@ -57,11 +60,15 @@ ROUNDED = (0.01, 0.03)
 
 def main() -> int:
     args = arguments()
-    work = Workload(args.layers, args.dim, args.dim // 64, 2048, args.batch, args.seq)
+    kind = "mixtral" if args.experts else "gpt"
+    work = Workload(args.layers, args.dim, args.dim // 64, 2048, args.batch, args.seq, model=kind)
     specs = [REFERENCE, "ddp-compiled", "zg1", "zg2", *FLAT, *(f"{spec}:replicas={args.hosts}" for spec in FLAT)]
     specs += WIRED
     if args.parts > 1:
         specs = [REFERENCE, *(f"{spec}:loop={args.parts}" for spec in FLAT), f"zg3:batch_tiles={args.parts}"]
+    if args.experts:
+        divided = [f"zg3:experts={ranks}" for ranks in (args.ranks, args.ranks * args.hosts)]
+        specs = [REFERENCE, "zg3", *divided, "fsdp"]
     facts, load = machine_facts("cpu"), Load()
     OUT.print(f"{work.describe()}\n{args.hosts} hosts of {args.ranks} ranks, {args.rate}; {describe(facts)}")
     with Hosts(args.hosts, args.rate) as hosts:
@@ -89,6 +96,7 @@ def arguments() -> argparse.Namespace:
     add("--batch", type=int, default=2, help="sequences per rank")
     add("--seq", type=int, default=128)
     add("--parts", type=int, default=1, help="parts of each rank's batch, one after another")
+    add("--experts", action="store_true", help="of a Mixtral of 4 experts a layer, whole on each rank and divided")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=3, help="timed steps per variant and round")
     add("--timeout", type=float, default=600, help="seconds a command may take before its variant counts as hung")

@@ -189,11 +189,24 @@ def zerograph_stage(stage: int | str) -> Callable[[GPT, Workload, Options], Trai
         import zerograph
 
         precision = {"dtype": torch.bfloat16} if work.dtype == "bf16" else {}
+        options = dict(options)
+        divide(model, work, options.pop("experts", 1))
         backend = zerograph.backend(stage=stage, **precision, **on_mesh(work, options))
         model.compile(backend=backend)
         return Trainer(model, adamw(model), backend)
 
     return build
+
+
+def divide(model: nn.Module, work: Workload, ranks: int) -> None:
+    """Divide the experts of `model` over so many ranks next to each other."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from zerograph.integrations.expert_parallel import divide_experts
+
+    if ranks > 1:
+        mesh = init_device_mesh(work.device, (dist.get_world_size() // ranks, ranks), mesh_dim_names=("dp", "ep"))
+        divide_experts(model, mesh["ep"])
 
 
 def zerograph_nvme(stage: int, offload: str) -> Callable[[GPT, Workload, Options], Trainer]:

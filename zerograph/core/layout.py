@@ -71,8 +71,8 @@ def split_dimension(shape: Sequence[int], ranks: int) -> int | None:
 
 
 def folded(shape: Sequence[int], dim: int, ranks: int) -> list[int]:
-    """A parameter of that ``shape`` that ``ranks`` split along ``dim``, as one that they split by rows: their parts, one
-    behind the other."""
+    """A parameter of that ``shape`` that ``ranks`` split along ``dim``, as one that they split by rows: their
+    parts, one behind the other."""
     found = list(shape)
     if dim:
         found[dim] //= ranks
