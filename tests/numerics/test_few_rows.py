@@ -1,4 +1,7 @@
-"""Parameters with fewer rows than ranks, as a few experts in one tensor: ranks split them along another dimension."""
+"""Parameters with fewer rows than ranks, as a few experts in one tensor: ranks split them along another dimension.
+
+Tests ``sharding/spec.py``.
+"""
 
 from __future__ import annotations
 
