@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 import zerograph
@@ -27,7 +28,7 @@ from zerograph.integrations.accelerate import Accelerator  # noqa: E402
 class Run:
     """A user's loop: accumulation over two micro-batches, clipping, a scheduler. ``stage`` None is Accelerate's DDP."""
 
-    def __init__(self, stage: int | None, keep: str = "SHARDED_STATE_DICT", **options: Any) -> None:
+    def __init__(self, stage: int | None, keep: str = "SHARDED_STATE_DICT", rows: int = 0, **options: Any) -> None:
         quiet()
         options |= {"cpu": True, "gradient_accumulation_steps": 2}
         options["step_scheduler_with_optimizer"] = False  # Accelerate would step it once per process
@@ -37,9 +38,13 @@ class Run:
             backend = zerograph.backend(stage=stage, compute="eager")
             self.accelerator = Accelerator(backend=backend, state_dict_type=keep, **options)
         model = llama()
+        config = options.get("parallelism_config")
+        if config is not None and config.tp_size > 1:
+            plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+            parallelize_module(model.model.layers[0].mlp, self.accelerator.torch_device_mesh["tp"], plan)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-        loader = DataLoader(texts(32), batch_size=4 // dist.get_world_size())
+        loader = DataLoader(texts(32), batch_size=rows or 4 // dist.get_world_size())
         prepared = self.accelerator.prepare(model, optimizer, scheduler, loader)
         self.model, self.optimizer, self.scheduler, self.loader = prepared
         self.held: list[str] = []
@@ -210,11 +215,30 @@ def test_axes_of_a_parallelism_config_shard_and_replicate(tmp_path: Path) -> Non
         _same_curve(rank["hsdp"], rank["ddp"])
 
 
+def _tensor_parallel(path: str) -> list[tuple[float, float]]:
+    options = {"parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)}
+    ours = Run(3, rows=2, **options)
+    curve = ours.train(range(4))
+    ours.accelerator.save_state(path)
+    up = ours.accelerator.unwrap_model(ours.model).model.layers[0].mlp.up_proj.weight
+    assert up.device_mesh.mesh_dim_names == ("dp_shard", "tp") and len(up.to_local()) * 4 == len(up)
+    resumed = Run(3, rows=2, **options)
+    resumed.accelerator.load_state(path)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is not parallel"):
+        resumed.accelerator.prepare(llama())
+    return curve + resumed.train(range(4, 8))
+
+
+def test_tensor_parallelism_of_a_parallelism_config(trained: Any, tmp_path: Path) -> None:
+    for curve in run(4, _tensor_parallel, str(tmp_path)):
+        _same_curve(curve, trained[1][0]["None"]["curve"])
+
+
 def _axes_refused() -> None:
     both = {"parallelism_config": ParallelismConfig(dp_shard_size=2)}
     mesh = init_device_mesh("cpu", (2,))
     for options, named in (
-        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "parallelism_config has tp_size=2"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "tp_size=2 and nothing to shard over"),
         ({"parallelism_config": ParallelismConfig(cp_size=2)}, "parallelism_config has cp_size=2"),
         ({"parallelism_config": ParallelismConfig(dp_replicate_size=2)}, "nothing to shard over"),
         ({**both, "backend": zerograph.backend(stage=3, mesh=mesh)}, "which ranks shard would be said twice"),

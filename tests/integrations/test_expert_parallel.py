@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zerograph
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.integrations.expert_parallel import as_expert, divide_experts, register_experts, routed
+from zerograph.integrations.expert_parallel import _registered, as_expert, divide_experts, register_experts, routed
+from zerograph.runtime.torch_private import local_tensor
 
 WORLD, WIDTH, EXPERTS, CHOICES, TOKENS = 4, 8, 8, 2, 6
 
@@ -89,6 +90,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
+def foreach(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=True)
+
+
 def native(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return zerograph.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, **options)
 
@@ -109,7 +114,7 @@ class Training(Steps):
         self.model = Net(grid(*shape)["ep"] if shape is not None else None, experts)
         if shape is not None:
             self.backend = zerograph.backend(**{"compute": "eager", "bucket_size": "1KB"} | options)
-            self.model.compile(backend=self.backend)
+            self.model.to(torch.float32).compile(backend=self.backend)  # which keeps no marks of parameters
         self.optimizer = optimizer(self.model)
 
     def backward(self, seed: int) -> None:
@@ -134,7 +139,15 @@ def _trains(shape: tuple[int, int], options: list[dict[str, Any]], path: str) ->
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ((2, 2), [{"stage": 3}, {"stage": 0}, {"stage": 1, "optimizer": adamw}, {"stage": 2, "parts": 2}]),
+        (
+            (2, 2),
+            [
+                {"stage": 3},
+                {"stage": 0, "optimizer": foreach},
+                {"stage": 1, "optimizer": adamw},
+                {"stage": 2, "parts": 2},
+            ],
+        ),
         ((2, 2), [{"stage": 3, "offload": "parameters"}, {"stage": 3, "recompute": "full", "compute": "inductor"}]),
         ((1, 4), [{"stage": 3, "optimizer": adamw}, {"stage": 3, "offload": "parameters"}]),
         ((4, 1), [{"stage": 3}]),
@@ -145,13 +158,15 @@ def test_losses_are_those_of_one_process(shape: tuple[int, int], options: list[d
     run(WORLD, _trains, shape, options, str(tmp_path))
 
 
-def _norms() -> None:
-    """Over parameters of all ranks, and of those that have the same experts."""
-    ours, inside, truth = Training((2, 2), stage=3), Training((2, 2), native, stage=3), Training(None)
+def _norms(shape: tuple[int, int], stage: int) -> None:
+    """Over parameters of all ranks, and of those that have the same experts; also of those that one rank has alone."""
+    ours, inside, truth = Training(shape, stage=stage), Training(shape, native, stage=stage), Training(None)
     for seed in range(2):
         for training in (ours, inside, truth):
             training.backward(seed)
         assert zerograph.norms(ours.model).gradient == pytest.approx(zerograph.norms(truth.model).gradient, rel=1e-4)
+        largest = [zerograph.norms(each.model, float("inf")).gradient for each in (ours, truth)]
+        assert largest[0] == pytest.approx(largest[1], rel=1e-4)
         norm = zerograph.clip_grad_norm_(truth.model.parameters(), 0.1).item()
         assert zerograph.clip_grad_norm_(ours.model.parameters(), 0.1).item() == pytest.approx(norm, rel=1e-4)
         for training in (ours, inside, truth):
@@ -162,8 +177,37 @@ def _norms() -> None:
         close((training.losses, full_values(training.model)), (truth.losses, full_values(truth.model)))
 
 
-def test_norms_and_clipping() -> None:
-    run(WORLD, _norms)
+@pytest.mark.parametrize(("shape", "stage"), [((2, 2), 3), ((2, 2), 0), ((1, 4), 2)])
+def test_norms_and_clipping(shape: tuple[int, int], stage: int) -> None:
+    run(WORLD, _norms, shape, stage)
+
+
+def _scaled(training: Training, first: str) -> tuple[float, bool]:
+    """An infinity in a part of one rank, where the gradient of parameter ``first`` comes first in the optimizer."""
+    params = dict(training.model.named_parameters())
+    training.optimizer = torch.optim.SGD([params.pop(first), *params.values()], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = full_values(training.model)
+    scaler.scale(training.model(torch.ones(TOKENS, WIDTH)).square().mean()).backward()
+    if dist.get_rank() == WORLD - 1:
+        local_tensor(training.model.layers[0].router.weight.grad).fill_(float("inf"))
+    scaler.step(training.optimizer)
+    scaler.update()
+    after = full_values(training.model)
+    return scaler.get_scale(), all(torch.equal(before[name], after[name]) for name in before)
+
+
+def _overflows() -> list[tuple[float, bool]]:
+    found = []
+    for first in ("layers.0.bias", "layers.0.up", "layers.0.shared.weight"):
+        training = Training((2, 2), experts=2, stage=3)
+        training.step(0)
+        found.append(_scaled(training, first))
+    return found
+
+
+def test_an_infinity_skips_the_step_on_all_ranks() -> None:
+    assert run(WORLD, _overflows) == [[(2.0, True)] * 3] * WORLD
 
 
 def _held() -> None:
@@ -266,9 +310,18 @@ def _transformers(kind: str) -> Any:
     return Qwen3MoeForCausalLM(config)
 
 
+def _divided(states: Values, model: nn.Module) -> Values:
+    """``states`` as ``model`` has them, whose experts are this rank's."""
+    mine = dict(model.named_parameters())
+    axes = {name: p.device_mesh for name, p in mine.items() if isinstance(p, DTensor)}
+    return {name: as_expert(value, axes[name]) if name in axes else value for name, value in states.items()}
+
+
 def _of_transformers(kind: str, shape: tuple[int, int], options: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    plain, model = _transformers(kind), divide_experts(_transformers(kind), grid(*shape)["ep"])
+    plain = _transformers(kind)
+    model = divide_experts(type(plain)(plain.config), grid(*shape)["ep"])  # a config that both have
+    model.load_state_dict(_divided(plain.state_dict(), model))
     backend = zerograph.backend(**options)
     model.compile(backend=backend)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-4) for each in (model, plain)]
@@ -294,6 +347,31 @@ def _of_transformers(kind: str, shape: tuple[int, int], options: dict[str, Any])
 )
 def test_models_of_transformers(kind: str, shape: tuple[int, int], options: dict[str, Any]) -> None:
     run(WORLD, _of_transformers, kind, shape, options)
+
+
+class _Experts(nn.Module):
+    """What ``divide_experts`` takes for experts of transformers."""
+
+    _is_expert_parallel = False
+
+    def __init__(self, act_fn: Any) -> None:
+        super().__init__()
+        self.act_fn, self.weight = act_fn, nn.Parameter(torch.ones(2, 2))
+
+
+def _names() -> None:
+    """Experts that compute alike have one name in graphs, and others another."""
+    one, other = _registered(_Experts(torch.relu)), _registered(_Experts(torch.tanh))
+    assert one != other and one == _registered(_Experts(torch.relu).eval())
+    assert _registered(_Experts(nn.ReLU())) == _registered(_Experts(nn.ReLU()))
+    with pytest.raises(UnsupportedError, match="a function without a name"):
+        _registered(_Experts(lambda x: x))
+    with pytest.raises(UnsupportedError, match="act_fn.weight, a parameter that its experts share"):
+        _registered(_Experts(nn.PReLU()))
+
+
+def test_names_of_experts() -> None:
+    _names()
 
 
 def _refused() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run
 from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 import zerograph
@@ -36,8 +37,8 @@ def common(strategy: Any) -> dict[str, Any]:
     }
 
 
-def loader() -> DataLoader[Any]:
-    return DataLoader(texts(32), batch_size=4 // dist.get_world_size())
+def loader(rows: int = 0) -> DataLoader[Any]:
+    return DataLoader(texts(32), batch_size=rows or 4 // dist.get_world_size())
 
 
 def backend(stage: int) -> zerograph.Backend:
@@ -145,6 +146,12 @@ class Language(lightning.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         self.log("evaluated", self.model(**batch, use_cache=False).loss, sync_dist=True)
 
+    def configure_model(self) -> None:
+        mesh = self.device_mesh if isinstance(self.trainer.strategy, ZeroGraphStrategy) else None
+        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+            plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+            parallelize_module(self.model.model.layers[0].mlp, mesh["tensor_parallel"], plan)
+
     def on_before_zero_grad(self, optimizer: Any) -> None:
         if self.curve:
             self.held += unsharded(self, optimizer)
@@ -153,7 +160,7 @@ class Language(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(path: str, stage: int | None, steps: int, resume: str | None = None, **options: Any) -> Language:
+def fit(path: str, stage: int | None, steps: int, resume: str | None = None, rows: int = 0, **options: Any) -> Language:
     trainer = lightning.Trainer(
         **common("ddp" if stage is None else ZeroGraphStrategy(backend(stage), **options)),
         max_steps=steps,
@@ -170,7 +177,7 @@ def fit(path: str, stage: int | None, steps: int, resume: str | None = None, **o
         use_distributed_sampler=True,
     )
     module = Language()
-    trainer.fit(module, loader(), loader(), ckpt_path=resume)
+    trainer.fit(module, loader(rows), loader(rows), ckpt_path=resume)
     module.curve.append(float(trainer.callback_metrics["evaluated"]))
     if resume is None:
         trainer.save_checkpoint(f"{path}/saved")
@@ -203,6 +210,22 @@ def test_trainer_trains_as_under_ddp(trainer: Any) -> None:
         close(rank["3"]["weights"], rank["None"]["weights"])
         assert rank["3"]["text"] == rank["None"]["text"]
         assert rank["3"]["held"] == []
+
+
+def _tensor_parallel(path: str) -> tuple[Curve, dict[str, Tensor]]:
+    module = fit(path, 3, 4, rows=2, tensor_parallel_size=2)
+    up = module.model.model.layers[0].mlp.up_proj.weight
+    assert up.device_mesh.mesh_dim_names == ("data_parallel", "tensor_parallel") and 4 * len(up.to_local()) == len(up)
+    with pytest.raises(ConfigError, match="leaves none to shard over"):
+        fit(path, 3, 4, tensor_parallel_size=4)
+    return module.curve, plain(module.state_dict())
+
+
+def test_trainer_with_tensor_parallelism(trainer: Any, tmp_path: Path) -> None:
+    truth = trainer[1][0]["None"]
+    for curve, weights in run(4, _tensor_parallel, str(tmp_path)):
+        assert curve == pytest.approx(truth["curve"], rel=2e-5)
+        close(weights, truth["weights"])
 
 
 def _resumed(path: str) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from zerograph.runtime.dtensors import placements_of, shared_by_us
 from zerograph.runtime.joined import other_axis, our_axes, shards_of
 from zerograph.sharding.parallel import (
     is_expert,
-    mark_as_expert,
+    let_experts_lie_on,
     mesh_of_both,
     mesh_with_experts,
     parallel_of,
@@ -77,13 +77,14 @@ def test_experts_lie_inside_of_our_axis() -> None:
         everyone = DeviceMesh("cpu", [0, 1, 2, 3])
         param = DTensor.from_local(torch.ones(2, 3), mesh["expert"], [Shard(0)], run_check=False)
         assert not is_expert(param) and mesh_with_experts([param, torch.ones(2)], everyone) is None
-        mark_as_expert(param)
+        let_experts_lie_on(mesh["expert"])
         both = mesh_with_experts([param, torch.ones(2)], everyone)
-        assert both == mesh and is_expert(param)
+        assert both == mesh and is_expert(param) and is_expert(param.to(torch.bfloat16))
+        assert not is_expert(torch.ones(2)) and not is_expert(DTensor.from_local(torch.ones(2), everyone))
         assert our_axes(both) == mesh["data"] and other_axis(both) == mesh["expert"]
         assert shards_of(both) is None, "we communicate between more ranks"
         across = DTensor.from_local(torch.ones(2, 3), mesh["data"], [Shard(0)], run_check=False)
-        mark_as_expert(across)
+        let_experts_lie_on(mesh["data"])
         for params, ours in (([across], everyone), ([param, across], everyone), ([param], mesh["expert"])):
             with pytest.raises(UnsupportedError, match="not the last of two axes"):
                 mesh_with_experts(params, ours)

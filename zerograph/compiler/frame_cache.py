@@ -49,7 +49,7 @@ from zerograph.runtime.executor.executor import Executor
 
 log = logging.getLogger(__name__)
 
-_KNOWN = {"aten", "prims", "zg", "higher_order"}
+_KNOWN = {"aten", "prims", "zg", "zerograph", "higher_order"}
 """Libraries of operators that change with the versions of torch and ZeroGraph alone."""
 _NODE_FACTS = ("stack_trace", "custom", "recompute", "ac_graph_id")
 """Metadata of Dynamo's nodes that passes and reports read, besides the module."""

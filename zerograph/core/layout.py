@@ -62,10 +62,10 @@ def is_divided(shape: Sequence[int], ranks: int) -> bool:
     return len(shape) > 0 and shape[0] >= ranks
 
 
-def split_dimension(shape: Sequence[int], ranks: int) -> int | None:
+def split_dimension(shape: Sequence[int], ranks: int, *, by_rows: bool = True) -> int | None:
     """The dimension along which ranks split a parameter of that ``shape``: its rows, where :func:`is_divided`; of three
     or more, such as a few experts, else the first that ``ranks`` divide evenly. None where it stays unsharded."""
-    if is_divided(shape, ranks):
+    if by_rows and is_divided(shape, ranks):
         return 0
     return next((dim for dim in range(1, len(shape)) if len(shape) > 2 and shape[dim] % ranks == 0), None)
 

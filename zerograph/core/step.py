@@ -327,8 +327,9 @@ class Step:
     derived: dict[type, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def over(self, ranks: int) -> Step:
-        """The same step with its parameters over so many ranks."""
-        if all(param.home.ranks * param.experts == ranks for param in self.params):
+        """The same step with its parameters over so many ranks; as it is where these cannot divide its experts."""
+        laid = all(param.home.ranks * param.experts == ranks for param in self.params)
+        if laid or any(ranks % param.experts for param in self.params):
             return self
         return replace(self, params=tuple(replace(p, home=p.home.over(ranks // p.experts)) for p in self.params))
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import zerograph
 from zerograph.api import Backend, refuse_other_backends
@@ -97,6 +98,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> nn.Module:
         """Shard and compile ``model`` in place; also for evaluation, since a model has one set of parameters."""
         if not getattr(model, "_is_accelerate_prepared", False):
+            _require_parallel(model, self)
             if self.device_placement if device_placement is None else device_placement:
                 model.to(self.device)
             backend, self._next_backend = self._next_backend, copy.copy(self._given_backend)
@@ -212,17 +214,43 @@ def _refuse_axes(config: accelerate.ParallelismConfig) -> None:
     Raises:
         ConfigError: naming them.
     """
-    hint = "dp_shard_size shards, with dp_replicate_size beside it for replicas (HSDP): together as many as processes"
-    others = {"tp_size": config.tp_size, "cp_size": config.cp_size, "sp_size": config.sp_size}
-    given = [f"{name}={size}" for name, size in others.items() if size > 1]
+    hint = (
+        "dp_shard_size shards, with dp_replicate_size beside it for replicas (HSDP) or tp_size for tensor parallelism: "
+        "together as many as processes"
+    )
+    refused = {"cp_size": config.cp_size, "sp_size": config.sp_size}
+    if config.dp_replicate_size > 1:
+        refused["tp_size"] = config.tp_size
+    given = [f"{name}={size}" for name, size in refused.items() if size > 1]
     if given:
         raise ConfigError(
-            f"parallelism_config has {', '.join(given)}, which ZeroGraph does not do under Accelerate", hint
+            f"parallelism_config has {', '.join(given)}, which ZeroGraph does not do under Accelerate"
+            + f" beside dp_replicate_size={config.dp_replicate_size}" * (config.dp_replicate_size > 1),
+            hint,
         )
-    if config.dp_replicate_size > 1 and config.dp_shard_size == 1:
+    beside = {"dp_replicate_size": config.dp_replicate_size, "tp_size": config.tp_size}
+    others = [f"{name}={size}" for name, size in beside.items() if size > 1]
+    if others and config.dp_shard_size == 1:
         raise ConfigError(
-            f"parallelism_config has dp_replicate_size={config.dp_replicate_size} and nothing to shard over",
+            f"parallelism_config has {', '.join(others)} and nothing to shard over",
             f"{hint}; zerograph.backend(stage=0) without a parallelism_config replicates on all ranks",
+        )
+
+
+def _require_parallel(model: nn.Module, accelerator: accelerate.Accelerator) -> None:
+    """Whether tensor parallelism that a ``parallelism_config`` tells of is in ``model``.
+
+    Raises:
+        ConfigError: it is not: ranks would train on the same samples, and count them twice.
+    """
+    config = accelerator.state.parallelism_config
+    if config is None or config.tp_size == 1:
+        return
+    axis = accelerator.torch_device_mesh["tp"]
+    if not any(isinstance(param, DTensor) and param.device_mesh == axis for param in model.parameters()):
+        raise ConfigError(
+            f"parallelism_config has tp_size={config.tp_size}, and {type(model).__name__} is not parallel",
+            'before prepare(): parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)',
         )
 
 

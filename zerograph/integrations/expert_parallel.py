@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zerograph.core.arguments import require, require_kind
 from zerograph.core.errors import UnsupportedError
 from zerograph.integrations.routed_experts import register_experts, routed
-from zerograph.sharding.parallel import mark_as_expert
+from zerograph.sharding.parallel import let_experts_lie_on
 
 __all__ = ["as_expert", "divide_experts", "register_experts", "routed"]
 
@@ -54,10 +54,12 @@ def divide_experts(model: nn.Module, axis: DeviceMesh) -> nn.Module:
 
     name = f"experts over {axis.get_group().group_name}"
     ALL_EXPERTS_FUNCTIONS.register(name, _routed_over(axis))
-    for layer in layers:
-        layer._zg_experts = _registered(layer)
+    kinds = [_registered(layer) for layer in layers]
+    for layer, kind in zip(layers, kinds, strict=True):
+        layer._zg_experts = kind
         for attribute, param in list(layer.named_parameters(recurse=False)):
             setattr(layer, attribute, as_expert(param, axis))
+        layer.config = copy.copy(layer.config)  # which other models may have, too
         layer.config._experts_implementation = name
     return model
 
@@ -80,9 +82,8 @@ def as_expert(param: Tensor, axis: DeviceMesh) -> nn.Parameter:
     own = param.detach()[place * each : (place + 1) * each].clone(memory_format=torch.contiguous_format)
     stride = param.detach().contiguous().stride()
     new = DTensor.from_local(own, axis, [Shard(0)], run_check=False, shape=param.shape, stride=stride)
-    divided = nn.Parameter(new, requires_grad=param.requires_grad)
-    mark_as_expert(divided)
-    return divided
+    let_experts_lie_on(axis)
+    return nn.Parameter(new, requires_grad=param.requires_grad)
 
 
 def _require_divided(param: Tensor, axis: DeviceMesh, owner: str = "") -> None:
@@ -98,19 +99,38 @@ def _routed_over(axis: DeviceMesh) -> Callable[..., Tensor]:
     group = axis.get_group()
 
     def forward(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        params = [getattr(layer, name) for name in layer._parameters]
+        names = _PARAMETERS[layer._zg_experts]
+        if names != tuple(layer._parameters):
+            raise UnsupportedError(
+                f"{type(layer).__name__} has other parameters than those that were divided, {', '.join(names)}",
+                "adapters of experts cannot be divided: give them to other layers",
+            )
+        params = [getattr(layer, name) for name in names]
         local = [param.to_local() if isinstance(param, DTensor) else param for param in params]
         return routed(hidden_states, top_k_index, top_k_weights, local, layer._zg_experts, group)
 
     return forward
 
 
+_PARAMETERS: dict[str, tuple[str, ...]] = {}
+"""The parameters of each kind of experts."""
+
+
 def _registered(layer: Any) -> str:
-    """The name by which graphs know how the experts of ``layer`` compute: layers of one kind have one."""
-    facts = {name: value for name, value in sorted(vars(layer).items()) if isinstance(value, bool | int | float | str)}
-    inside = ", ".join(map(repr, layer.children()))
-    name = f"{type(layer).__qualname__} {facts} {inside}"
-    names = [attribute for attribute, _ in layer.named_parameters(recurse=False)]
+    """The name by which graphs know how the experts of ``layer`` compute: layers of one kind have one.
+
+    Raises:
+        UnsupportedError: what they compute has no name, or they have parameters that are no expert's.
+    """
+    inside = [name for name, _ in layer.named_parameters() if "." in name]
+    if inside:
+        raise UnsupportedError(
+            f"{type(layer).__name__} has {inside[0]}, a parameter that its experts share", "such models are not divided"
+        )
+    facts = {name: _fact(layer, name, value) for name, value in sorted(vars(layer).items()) if _tells(name)}
+    children = ", ".join(map(repr, layer.children()))
+    name = f"{type(layer).__module__}.{type(layer).__qualname__} {facts} {children}"
+    names = _PARAMETERS[name] = tuple(attribute for attribute, _ in layer.named_parameters(recurse=False))
     alike = copy.copy(layer)
     alike._parameters = {}
     alike = copy.deepcopy(alike)  # its children are none of the model's, whose forwards ZeroGraph follows
@@ -125,3 +145,19 @@ def _registered(layer: Any) -> str:
 
     register_experts(name, compute)
     return name
+
+
+def _tells(name: str) -> bool:
+    return not name.startswith("_") and name not in ("training", "config")
+
+
+def _fact(layer: Any, name: str, value: Any) -> Any:
+    if callable(value) and not isinstance(value, nn.Module):
+        known = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '<unnamed>')}"
+        if "<" in known:
+            raise UnsupportedError(
+                f"{type(layer).__name__}.{name} is {value!r:.80}, a function without a name",
+                "make it a module, or a function of a module",
+            )
+        return known
+    return value if isinstance(value, bool | int | float | str | None) else repr(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,9 @@ from torch.optim import Optimizer
 
 import zerograph
 from zerograph.api import Backend, refuse_other_backends
-from zerograph.core.arguments import require_flag
+from zerograph.core.arguments import require, require_flag
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
+from zerograph.core.units import is_number
 from zerograph.integrations.models import compile_call, held_back
 from zerograph.sharding.module_classes import plain_class
 
@@ -47,18 +49,43 @@ _Mixed: Any = FabricModelParallel if TYPE_CHECKING else object
 
 
 class _DataParallel(_Mixed):
-    """Processes of both strategies: each has its own batches, and rows of every parameter."""
+    """Processes of both strategies: data-parallel ones have batches of their own, and rows of every parameter."""
 
-    def __init__(self, backend: Backend, save_distributed_checkpoint: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        save_distributed_checkpoint: bool = True,
+        tensor_parallel_size: int = 1,
+        **options: Any,
+    ) -> None:
         refuse_other_backends(backend, type(self).__name__)
         require_flag("save_distributed_checkpoint", save_distributed_checkpoint, "False writes one file")
-        self.zerograph_backend = backend
+        require(
+            is_number(tensor_parallel_size, int) and tensor_parallel_size > 0,
+            f"tensor_parallel_size must be a number of processes, got {tensor_parallel_size!r:.80}",
+            "those that share a batch; 1 is data-parallel",
+        )
+        require(
+            tensor_parallel_size == 1 or backend.config.mesh is None,
+            "the strategy has a tensor_parallel_size, and its backend a mesh: which ranks shard would be said twice",
+            "leave one of them out",
+        )
+        self.zerograph_backend, self._tensor_parallel = backend, tensor_parallel_size
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **options)
 
     def setup_environment(self) -> None:
-        # The strategy asks for both before it makes its mesh; here every process is data-parallel.
-        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1  # type: ignore[attr-defined]
+        processes = self.num_nodes * self.num_processes  # type: ignore[attr-defined]
+        require(
+            self._tensor_parallel in (1, *(size for size in range(2, processes) if processes % size == 0)),
+            f"tensor_parallel_size={self._tensor_parallel} of {processes} processes leaves none to shard over",
+            "a size that divides the processes, at least twice; 1 is data-parallel",
+        )
+        # The strategy asks for both before it makes its mesh.
+        self._data_parallel_size, self._tensor_parallel_size = processes // self._tensor_parallel, self._tensor_parallel
         super().setup_environment()  # type: ignore[misc]
+        if self._tensor_parallel > 1:
+            mesh = self.device_mesh["data_parallel"]
+            self.zerograph_backend = Backend(replace(self.zerograph_backend.config, mesh=mesh))
 
 
 class ZeroGraphFabricStrategy(_DataParallel, FabricModelParallel):  # type: ignore[misc]
@@ -68,15 +95,17 @@ class ZeroGraphFabricStrategy(_DataParallel, FabricModelParallel):  # type: igno
         backend: made by ``zerograph.backend(...)``.
         save_distributed_checkpoint: True writes a checkpoint as a folder, each rank its shards; False as one file, rank
             0 whole weights and states. Both load at any number of ranks.
+        tensor_parallel_size: processes that share a batch, over which the model is parallelized before it is set up: on
+            ``strategy.device_mesh["tensor_parallel"]``. ``strategy.zerograph_backend`` is then a copy of ``backend``.
         options: ``process_group_backend`` and ``timeout``, as of other strategies.
     """
 
     def __init__(self, backend: Backend, save_distributed_checkpoint: bool = True, **options: Any) -> None:
         def shard(module: nn.Module, mesh: Any) -> nn.Module:
-            return shard_and_compile(module.to(self.root_device), backend)
+            return shard_and_compile(module.to(self.root_device), self.zerograph_backend)
 
         super().__init__(backend, save_distributed_checkpoint, parallelize_fn=shard, **options)
-        self._backward_sync_control = _BackwardSync(backend)
+        self._backward_sync_control = _BackwardSync(self)
 
     def clip_gradients_norm(
         self,
@@ -134,7 +163,10 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {
+            "num_replicas": self.world_size // self._tensor_parallel,
+            "rank": self.global_rank // self._tensor_parallel,
+        }
 
     def setup(self, trainer: Any) -> None:
         """As other strategies: the model goes to its device, is sharded, and optimizers are made."""
@@ -177,11 +209,11 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
 
 
 class _BackwardSync(_BackwardSyncControl):
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, strategy: _DataParallel) -> None:
+        self._strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return held_back(self._backend) if enabled else nullcontext()
+        return held_back(self._strategy.zerograph_backend) if enabled else nullcontext()
 
 
 def shard_and_compile(module: nn.Module, backend: Backend) -> nn.Module:

@@ -48,8 +48,8 @@ def routed(
 
 
 def register_experts(name: str, compute: Experts) -> None:
-    """Let ``name`` stand for ``compute`` in graphs. Compiled graphs are kept on disk by that name: what computes
-    something else has another one.
+    """Let ``name`` stand for ``compute`` in graphs, which layers that compute alike share and which are kept on disk:
+    what computes something else has another one.
 
     Raises:
         ConfigError: ``name`` is empty.
@@ -95,12 +95,13 @@ class _Routes:
     def of(cls, index: Tensor, each: int, group: dist.ProcessGroup) -> _Routes:
         """Those of tokens that chose ``index``, where each rank has so many experts: collective."""
         ranks, chosen = group.size(), index.reshape(-1)
-        counts = torch.bincount(chosen, minlength=ranks * each).view(ranks, each)
+        counts = chosen.new_zeros(ranks * each).scatter_add_(0, chosen, torch.ones_like(chosen)).view(ranks, each)
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=group)
-        # The host has to know them: the only wait of this layer.
+        # The host has to know them: it waits here, and nowhere else.
         sent, received = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
-        local = torch.arange(each, device=index.device).repeat(ranks).repeat_interleave(coming.view(-1))
+        local = torch.arange(each, device=index.device).repeat(ranks)
+        local = local.repeat_interleave(coming.view(-1), output_size=sum(received))
         grouped = local.argsort(stable=True)
         return cls(group, index.shape[-1], chosen.argsort(stable=True), sent, received, grouped, local[grouped])
 
@@ -162,7 +163,7 @@ def _routed_backward(
     # Autograd has no say below an operator; functorch has.
     made, backward = torch.func.vjp(run, came, *(parameters[place] for place in learned))  # type: ignore[misc]
     of_rows, *of_params = backward((of_results * shares.unsqueeze(1)).to(made.dtype))
-    of_shares = (made * of_results).sum(1).to(weights.dtype)
+    of_shares = (made.to(weights.dtype) * of_results.to(weights.dtype)).sum(1)
     return [routes.back(of_rows).sum(1), routes.back(of_shares), *(g.contiguous() for g in of_params)]
 
 

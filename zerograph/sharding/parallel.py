@@ -16,14 +16,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from zerograph.core.errors import UnsupportedError
 from zerograph.core.layout import is_divided
+from zerograph.runtime.dtensors import is_sharded
 from zerograph.runtime.joined import joined, other_axis
-from zerograph.runtime.torch_private import as_dtensor, local_tensor, strided_shard
+from zerograph.runtime.torch_private import as_dtensor, is_registered, local_tensor, strided_shard
 
 
 class Parallel(NamedTuple):
@@ -72,14 +74,18 @@ def parallel_of(param: Tensor, both: DeviceMesh) -> Parallel:
     return Parallel(axis, both, placements, tuple(param.shape), stride, tuple(local_tensor(param).shape), computes)
 
 
-def mark_as_expert(param: Tensor) -> None:
-    """Let ``param``, a DTensor whose axis divides its experts, be what :func:`is_expert` finds."""
-    param._zg_expert = True  # type: ignore[attr-defined]
+def let_experts_lie_on(axis: DeviceMesh) -> None:
+    """Let DTensors on ``axis`` be what :func:`is_expert` finds: marks of their own do not survive ``model.to()``."""
+    _OF_EXPERTS[axis] = axis.get_group()
 
 
 def is_expert(param: Tensor) -> bool:
-    """Whether it lies on an axis of experts."""
-    return getattr(param, "_zg_expert", False)
+    """Whether an axis of experts divides it, and it lies on no other."""
+    group = _OF_EXPERTS.get(param.device_mesh) if isinstance(param, DTensor) and is_sharded(param) else None
+    return group is not None and is_registered(group)  # not of groups that were destroyed
+
+
+_OF_EXPERTS: dict[DeviceMesh, ProcessGroup] = {}
 
 
 def mesh_with_experts(params: Iterable[Tensor], mesh: DeviceMesh) -> DeviceMesh | None:
@@ -93,18 +99,25 @@ def mesh_with_experts(params: Iterable[Tensor], mesh: DeviceMesh) -> DeviceMesh 
     axes = list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor) and is_expert(param)))
     if not axes:
         return None
-    axis, ranks = axes[0], mesh.mesh.flatten()
-    for root in [axis._get_root_mesh()] if len(axes) == mesh.ndim == axis.ndim == 1 else []:
-        for name in root.mesh_dim_names or ():
-            if name not in (axis.mesh_dim_names or ()) and root[name].size() * axis.size() == len(ranks):
-                both = joined(root[name], axis, of_experts=True)
-                if bool((both.mesh.flatten() == ranks).all()):
-                    return both
+    both = _before(axes[0], mesh) if len(axes) == mesh.ndim == 1 else None
+    if both is not None:
+        return both
     raise UnsupportedError(
         f"experts lie on {', '.join(map(str, axes))}, which is not the last of two axes of {mesh}",
         'make mesh = init_device_mesh(device, (ranks // n, n), mesh_dim_names=("dp", "ep")) of all ranks that train, '
         'divide the experts over mesh["ep"], and leave mesh= of zerograph.backend out',
     )
+
+
+def _before(axis: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
+    """The mesh of ``axis`` and one before it that together have the ranks of ``mesh`` in their order."""
+    root, ranks = axis._get_root_mesh(), mesh.mesh.flatten()
+    for name in root.mesh_dim_names or ():
+        if name not in (axis.mesh_dim_names or ()) and root[name].size() * axis.size() == len(ranks):
+            both = joined(root[name], axis, of_experts=True)
+            if bool((both.mesh.flatten() == ranks).all()):
+                return both
+    return None
 
 
 def mesh_of_both(named: Mapping[str, Tensor], mesh: DeviceMesh | None) -> DeviceMesh | None:

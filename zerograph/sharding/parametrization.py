@@ -97,7 +97,7 @@ def shard_parameters(
     }
     # Before optimizers get the new parameters: then their states are split like these, which must be rank 0's by now.
     for own in dict.fromkeys(over.values()):
-        share_states(early_states({n: p for n, p in named.items() if over[n] is own}, objects), own)
+        share_states(early_states({n: p for n, p in named.items() if over[n] == own}, objects), own)
     for module in modules_holding(named.values(), objects):
         for attribute, param in module._parameters.items():
             if id(param) in places and (module, attribute) not in places[id(param)]:
@@ -136,14 +136,14 @@ def _shared_over(parallel: Parallel | None, mesh: DeviceMesh | None) -> DeviceMe
 def _warn_of_few_rows(
     named: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], over: Mapping[str, DeviceMesh | None]
 ) -> None:
-    """Parameters are split by rows: say what that leaves unsharded, where it is more than scalars and small vectors."""
+    """Say what has fewer rows than ranks and stays unsharded, where it is more than scalars and small vectors."""
     if not any(spec.sharded for spec in specs.values()):
         return
     ranks = {name: shard_ranks(mesh) for name, mesh in over.items() if mesh is not None}
     left = {n: p.nbytes for n, p in named.items() if p.ndim > 1 and not specs[n].sharded and ranks.get(n, 1) > 1}
     if sum(left.values()) > sum(p.nbytes for p in named.values()) / 100:
         log.warning(
-            "%d parameters with fewer rows than the %d ranks stay whole on each, %s: %s",
+            "%d parameters that the %d ranks cannot split evenly stay whole on each, %s: %s",
             len(left), max(map(ranks.__getitem__, left)), format_bytes(sum(left.values())), ", ".join(list(left)[:3]),
         )  # fmt: skip
 
@@ -196,7 +196,8 @@ def unique(name: str, *used: Container[str]) -> str:
 def _new_parameter(
     param: nn.Parameter, spec: ShardSpec, tier: Tier, ranks: Ranks, stage: int, parallel: Parallel | None
 ) -> nn.Parameter:
-    value = distribute(param, spec, ranks.mesh, stage, parallel)
+    # Optimizers take DTensors or plain tensors, not both, and experts are DTensors at every stage.
+    value = distribute(param, spec, ranks.mesh, stage if ranks.experts is None else 3, parallel)
     if tier != "device" and ranks.host is not None and not value.is_meta:
         value = moved(value, tier, ranks.host)
     new = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -313,7 +314,7 @@ def _dimension(param: Tensor, parallel: Parallel | None, ranks: int) -> int | No
         return split_dimension(param.shape, ranks)
     if splits_evenly(parallel, ranks):
         return 0
-    return split_dimension((1, *parallel.part[1:]), ranks) if is_expert(param) else None
+    return split_dimension(parallel.part, ranks, by_rows=False) if is_expert(param) else None
 
 
 def distribute(

@@ -84,7 +84,7 @@ class Ranks:
         if experts is not None:
             axes = axes_of_experts(axes, experts.get_group(0), experts.size(1))
         if host is not None:
-            for group in axes.groups:
+            for group in (*axes.groups, *(experts.get_all_groups() if experts is not None else ())):
                 reach_host(group)
         find_inf_on_all_ranks()
         explain_shards()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from zerograph.core.errors import InfeasibleError
 from zerograph.core.files.planfile import Holding
-from zerograph.core.layout import Layout, is_divided
+from zerograph.core.layout import Layout, split_dimension
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import OFFLOADS, Offload
@@ -166,8 +166,12 @@ def _sharded(search: Search, step: Step, budget: Budget) -> Change:
     """A stage that shards, for a step that was traced with whole parameters."""
     constraints = replace(search.constraints, stage="auto")
     ranks = constraints.world_size
-    homes = (Layout.home(ranks, sharded=is_divided(p.shape, ranks)) for p in step.params)
-    params = tuple(replace(p, home=home) for p, home in zip(step.params, homes, strict=True))
+    homes = (p.home.ranks for p in step.over(ranks).params)
+    laid = [
+        Layout.home(own, sharded=split_dimension(p.shape, own) is not None)
+        for p, own in zip(step.params, homes, strict=True)
+    ]
+    params = tuple(replace(p, home=home) for p, home in zip(step.params, laid, strict=True))
     states = search.states + sum(state_bytes(params, search.moments))
     states -= sum(state_bytes(step.params, search.moments))
     return Change('stage="auto"', replace(step, params=params), constraints, budget, states)
