@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zerograph
+from zerograph.compiler import driver, frame_cache
 from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.integrations.expert_parallel import _registered, as_expert, divide_experts, register_experts, routed
 from zerograph.runtime.torch_private import local_tensor
@@ -61,8 +63,7 @@ class Layer(nn.Module):
             ).view(-1, CHOICES, WIDTH)  # fmt: skip
             found = (each * weights.unsqueeze(-1)).sum(1)
         else:
-            own = [p.to_local() for p in (self.up, self.down, self.bias)]  # type: ignore[operator]
-            found = routed(x, index, weights, own, "relu with a bias", self.group)
+            found = routed(x, index, weights, [self.up, self.down, self.bias], "relu with a bias", self.group)
         return x + found + self.shared(x)
 
 
@@ -284,6 +285,22 @@ def test_saved_at_two_by_two_and_resumed_at_one_by_four(tmp_path: Path) -> None:
         torch.testing.assert_close(theirs[name], value, rtol=1e-5, atol=1e-5)
 
 
+def _started(path: str) -> tuple[int, float]:
+    with (
+        patch.object(frame_cache, "frame_folder", lambda: Path(path) / str(dist.get_rank())),
+        patch.object(driver, "_compile", side_effect=driver._compile) as frames,
+    ):
+        training = Training((2, 2), stage=3, compute="inductor")
+        training.step(0)
+    return frames.call_count, training.losses[0]
+
+
+@pytest.mark.costly
+def test_a_second_start_loads_what_the_first_has_compiled(tmp_path: Path) -> None:
+    ((_, loss), *_) = first = run(WORLD, _started, str(tmp_path))
+    assert first == [(1, loss)] * WORLD and run(WORLD, _started, str(tmp_path), fresh=True) == [(0, loss)] * WORLD
+
+
 def _uncompiled() -> None:
     """A forward that Dynamo is told to leave alone reads experts and all else from ranks, and reduces both."""
     ours, truth = Training((2, 2), stage=3), Training(None)
@@ -366,7 +383,7 @@ def _names() -> None:
     assert _registered(_Experts(nn.ReLU())) == _registered(_Experts(nn.ReLU()))
     with pytest.raises(UnsupportedError, match="a function without a name"):
         _registered(_Experts(lambda x: x))
-    with pytest.raises(UnsupportedError, match="act_fn.weight, a parameter that its experts share"):
+    with pytest.raises(UnsupportedError, match=r"act_fn\.weight, a parameter that its experts share"):
         _registered(_Experts(nn.PReLU()))
 
 

@@ -49,8 +49,8 @@ class Param:
         compute_dtype: dtype of the gathered parameter.
         reduce_dtype: dtype its gradient is summed over ranks in.
         trainable: whether a gradient reaches it in this step.
-        home: its layout between steps: split by rows over ranks, or whole on each (scalars, fewer rows than ranks,
-            stage 0).
+        home: its layout between steps: split by rows over ranks, or whole on each (scalars, what ranks cannot
+            split, stage 0). One that is split along another dimension has rows of parts here.
         tied_to: other names that the model has for it: one parameter, gathered, reduced and updated once.
         gather_wire: format that its gathers send (:mod:`zerograph.core.wire`); None is the compute dtype.
         reduce_wire: format that reductions of its gradient send over a network; None is the dtype of the reduction.

@@ -72,7 +72,8 @@ def as_expert(param: Tensor, axis: DeviceMesh) -> nn.Parameter:
         axis: whose ranks divide the experts, in their order.
 
     Returns:
-        A DTensor ``[Shard(0)]`` on ``axis``, for a module's forward to pass ``.to_local()`` of to :func:`routed`.
+        A DTensor ``[Shard(0)]`` on ``axis``, for a module's forward to pass to :func:`routed`: ZeroGraph gives it this
+        rank's part there, as a plain tensor.
 
     Raises:
         ConfigError: the experts do not divide by the ranks.
@@ -106,8 +107,7 @@ def _routed_over(axis: DeviceMesh) -> Callable[..., Tensor]:
                 "adapters of experts cannot be divided: give them to other layers",
             )
         params = [getattr(layer, name) for name in names]
-        local = [param.to_local() if isinstance(param, DTensor) else param for param in params]
-        return routed(hidden_states, top_k_index, top_k_weights, local, layer._zg_experts, group)
+        return routed(hidden_states, top_k_index, top_k_weights, params, layer._zg_experts, group)
 
     return forward
 

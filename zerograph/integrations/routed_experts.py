@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zerograph.core.arguments import require
 from zerograph.core.errors import UnsupportedError
@@ -37,14 +38,15 @@ def routed(
         tokens: ``[tokens, width]`` of this rank.
         index: ``[tokens, k]``, the experts that each chose, numbered over the ranks of ``group``, in their order.
         weights: ``[tokens, k]``, by which their results are multiplied.
-        parameters: of this rank's experts, ``[experts, ...]`` each.
+        parameters: of this rank's experts, ``[experts, ...]`` each; of DTensors this rank's parts.
         experts: the name of what computes them, known by :func:`register_experts`.
         group: ranks that have equally many experts each.
 
     Returns:
         ``[tokens, width]``.
     """
-    return torch.ops.zerograph.routed_experts(tokens, index, weights, list(parameters), experts, group.group_name)  # type: ignore[no-any-return]
+    own = [param.to_local() if isinstance(param, DTensor) else param for param in parameters]
+    return torch.ops.zerograph.routed_experts(tokens, index, weights, own, experts, group.group_name)  # type: ignore[no-any-return]
 
 
 def register_experts(name: str, compute: Experts) -> None:

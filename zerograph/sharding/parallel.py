@@ -38,7 +38,8 @@ class Parallel(NamedTuple):
         shape: of the whole parameter, over all axes.
         stride: of the whole parameter.
         part: the shape of this rank's part along the axis, which the ranks of our axes share.
-        computes: whether the forward reads a DTensor; else it reads a plain tensor, the same on all ranks of the axis.
+        computes: whether the forward reads a DTensor; else it reads a plain tensor, the same on all ranks of the axis or
+            of this rank's experts.
     """
 
     mesh: DeviceMesh
@@ -68,9 +69,10 @@ def parallel_of(param: Tensor, both: DeviceMesh) -> Parallel:
     on all ranks of that axis."""
     axis = other_axis(both)
     assert axis is not None
-    computes = isinstance(param, DTensor)
+    lies = isinstance(param, DTensor)
     placements = tuple(param.placements) if isinstance(param, DTensor) else (Replicate(),)
-    stride = tuple(param.stride()) if computes else tuple(param.detach().contiguous().stride())
+    stride = tuple(param.stride()) if lies else tuple(param.detach().contiguous().stride())
+    computes = lies and not is_expert(param)
     return Parallel(axis, both, placements, tuple(param.shape), stride, tuple(local_tensor(param).shape), computes)
 
 
