@@ -38,8 +38,8 @@ class Parallel(NamedTuple):
         shape: of the whole parameter, over all axes.
         stride: of the whole parameter.
         part: the shape of this rank's part along the axis, which the ranks of our axes share.
-        computes: whether the forward reads a DTensor; else it reads a plain tensor, the same on all ranks of the axis or
-            of this rank's experts.
+        computes: whether the forward reads a DTensor; else it reads a plain tensor, the same on all ranks of the axis,
+            or this rank's experts.
     """
 
     mesh: DeviceMesh
