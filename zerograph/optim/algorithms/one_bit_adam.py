@@ -190,11 +190,11 @@ class OneBitAdam(HostOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. One of AdamW has taken no step towards ``freeze_step``."""
-        before = [dict(group) for group in self.param_groups]
+        freeze_step = self.param_groups[0]["freeze_step"]
         super().load_state_dict(state_dict)
-        for group, known in zip(self.param_groups, before, strict=True):
-            for name in self.defaults.keys() - group.keys():
-                group[name] = self.defaults[name] if name in ("taken", "errors_of") else known[name]
+        for group in self.param_groups:
+            for name, value in (("freeze_step", freeze_step), ("taken", 0), ("errors_of", None)):
+                group.setdefault(name, value)
 
     def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         """Begin a step of AdamW; or, once frozen, make a whole one."""
