@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zerograph
-from zerograph.core.errors import ConfigError, UnsupportedError
+from zerograph.core.errors import ConfigError, RankError, StorageError, UnsupportedError
 from zerograph.core.step import WIRE_BLOCK
 from zerograph.optim import AdamW, OneBitAdam
+from zerograph.optim.algorithms import one_bit_adam as module
 from zerograph.runtime.torch_private import local_tensor
 
 WORLD, FREEZE, STEPS = 2, 6, 20
@@ -22,7 +23,7 @@ LR, DECAY, BETAS, EPS = 0.01, 0.1, (0.9, 0.99), 1e-8
 
 
 class Net(nn.Module):
-    """Matrices of more than a block, vectors, a scalar, and rows that no gradient reaches."""
+    """Matrices of more than a block, vectors, a scalar, rows that no gradient reaches, and fewer than some ranks have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,10 +31,11 @@ class Net(nn.Module):
         self.embedding = nn.Embedding(13, 24)
         self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.few = nn.Parameter(torch.randn(5, 24))
         self.head = nn.Linear(24, 13, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) + self.few.mean(0)
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return F.cross_entropy(self.head(x * self.scale), tokens.roll(1, 0))
@@ -96,12 +98,12 @@ def as_signs(flat: Tensor, chunk: int) -> Tensor:
     return torch.cat(found)
 
 
-def plainly(steps: int = STEPS, micro: int = 1) -> list[Tensor]:
+def plainly(steps: int = STEPS, micro: int = 1, world: int = WORLD) -> list[Tensor]:
     model = Net()
-    plain = Plain(model)
+    plain = Plain(model, world)
     for step in range(steps):
         grads = []
-        for rank in range(WORLD):
+        for rank in range(world):
             model.zero_grad()
             for i in range(micro):
                 model(batch(micro * step + i, rank)).backward()
@@ -156,6 +158,12 @@ def _trained(stage: int, micro: int) -> list[Tensor]:
 def test_it_is_the_papers_algorithm(stage: int, micro: int) -> None:
     expected = plainly(micro=micro)
     for found in run(WORLD, _trained, stage, micro):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_rank_without_rows_and_ranks_with_fewer() -> None:
+    expected = plainly(world=4)
+    for found in run(4, _trained, 1, 1):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
@@ -390,7 +398,7 @@ def _refused_at_once(options: dict[str, Any], left_out: bool) -> str:
         ({"stage": 3}, "at stage 3"),
         ({"stage": 1, "replicas": True}, "on a mesh of two axes"),
         ({"stage": 1, "offload": "optimizer", "tier": "nvme"}, "with offload="),
-        ({"stage": 0}, "3 trainable parameters of the backend are in no group"),
+        ({"stage": 0}, "4 trainable parameters of the backend are in no group"),
     ],
     ids=str,
 )
@@ -398,6 +406,27 @@ def test_what_cannot_be_is_refused_before_anything_changes(options: dict[str, An
     given = options | ({"path": str(tmp_path)} if "tier" in options else {})
     for message in run(WORLD, _refused_at_once, given, options == {"stage": 0}):
         assert words in message and "hint: " in message
+
+
+def _fails_half_way(stage: int) -> list[str]:
+    model, _, optimizer = made(stage)
+    trained(model, optimizer, range(FREEZE + 1), _rank())
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        if _rank():
+            patch.setattr(module._Averaged, "update", lambda *_: 1 / 0)
+        for _ in range(2):
+            model(batch(FREEZE, _rank())).backward()
+            try:
+                optimizer.step()
+            except (ZeroDivisionError, RankError, StorageError) as error:
+                found.append(type(error).__name__)
+            optimizer.zero_grad()
+    return found
+
+
+def test_a_step_that_fails_on_one_rank_ends_on_all_until_a_checkpoint_is_loaded() -> None:
+    assert run(WORLD, _fails_half_way, 0) == [["RankError", "StorageError"], ["ZeroDivisionError", "StorageError"]]
 
 
 def _different_gradients() -> None:
