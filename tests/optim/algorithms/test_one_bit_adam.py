@@ -416,8 +416,8 @@ def _fails_half_way(stage: int) -> list[str]:
         if _rank():
             patch.setattr(module._Averaged, "update", lambda *_: 1 / 0)
         for _ in range(2):
-            model(batch(FREEZE, _rank())).backward()
             try:
+                model(batch(FREEZE, _rank())).backward()
                 optimizer.step()
             except (ZeroDivisionError, RankError, StorageError) as error:
                 found.append(type(error).__name__)
