@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import RankFailure, run, warned
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 
 import zerograph
@@ -23,7 +26,7 @@ LR, DECAY, BETAS, EPS = 0.01, 0.1, (0.9, 0.99), 1e-8
 
 
 class Net(nn.Module):
-    """Matrices of more than a block, vectors, a scalar, rows that no gradient reaches, and fewer than some ranks have."""
+    """Matrices of more than a block, vectors, a scalar, rows that no gradient reaches, and five rows for four ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,7 +405,7 @@ def _refused_at_once(options: dict[str, Any], left_out: bool) -> str:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_before_anything_changes(options: dict[str, Any], words: str, tmp_path: Any) -> None:
+def test_what_cannot_be_is_refused_before_anything_changes(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     given = options | ({"path": str(tmp_path)} if "tier" in options else {})
     for message in run(WORLD, _refused_at_once, given, options == {"stage": 0}):
         assert words in message and "hint: " in message
@@ -441,3 +444,41 @@ def _different_gradients() -> None:
 def test_ranks_that_have_gradients_of_other_parameters_hear_of_it() -> None:
     with pytest.raises(RankFailure, match="CollectiveMismatch"):
         run(WORLD, _different_gradients)
+
+
+def _through_dcp(stage: int, folder: str) -> list[str]:
+    rank = _rank()
+    model, backend, optimizer = made(stage)
+    trained(model, optimizer, range(10), rank)
+    saved = get_state_dict(model, optimizer)
+    dcp.save({"model": saved[0], "optimizer": saved[1]}, checkpoint_id=folder)
+    for state in optimizer.state.values():
+        state["error"].zero_()
+        state["averaged_error"].zero_()
+    trained(model, optimizer, range(10, STEPS), rank)
+    expected = values(model)
+    model, backend, optimizer = made(stage)
+    zerograph.shard(model, backend)
+    with warned() as messages:
+        found = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(found, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        assert optimizer.is_frozen
+        trained(model, optimizer, range(10, STEPS), rank)
+    torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_torchs_checkpoints_leave_errors_out_with_a_word(stage: int, tmp_path: Path) -> None:
+    for messages in run(WORLD, _through_dcp, stage, str(tmp_path)):
+        assert "begins without the errors of signs" in messages[0]
+
+
+def test_one_process_with_a_backend() -> None:
+    model, backend, optimizer = made(0)
+    alone = Net()
+    trained(model, optimizer, range(STEPS), 0)
+    trained(alone, of(alone), range(STEPS), 0)
+    torch.testing.assert_close(values(model), [p.detach() for p in alone.parameters()], rtol=0, atol=1e-6)
+    assert not backend._accumulation.names

@@ -95,7 +95,7 @@ class _Averaged:
 
 
 class OneBitAdam(HostOptimizer):
-    """1-bit Adam, for slow links, at stages 0 and 1; DeepSpeed, whose authors invented it, no longer keeps theirs.
+    """1-bit Adam, for slow links, at stages 0 and 1. Its inventors no longer keep theirs, in DeepSpeed.
 
     In its first ``freeze_step`` steps it is AdamW. From then on the variance stays as it is, backwards average nothing,
     and each step sends momenta as signs, with a scale for each block of 256 elements: 1/28 of the bytes of float32.
@@ -366,6 +366,6 @@ def _check(group: Mapping[str, Any], freeze_step: int) -> None:
             freeze_step=lambda value: type(value) is int and value > 0 and value == freeze_step,
         ),
         f"OneBitAdam({', '.join(f'{name}={group[name]!r:.80}' for name in names)})",
-        "lr, eps and weight_decay are not negative, betas are two numbers of at least 0 and less than 1, freeze_step is "
-        "a number of steps, at least 1 and the same for all groups",
+        "lr, eps and weight_decay are not negative, betas are two numbers of at least 0 and less than 1, freeze_step "
+        "is a number of steps, at least 1 and the same for all groups",
     )
