@@ -34,7 +34,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-VARIANTS = [("AdamW", None), ("OneBitAdam", None), ("OneBitAdam", "bf16"), ("AdamW", "bf16")]
+VARIANTS = [("AdamW", None), ("OneBitAdam", "bf16"), ("OneBitAdam", None), ("AdamW", "bf16")]
 """The optimizer, and the backend's `reduce_wire`."""
 OUT = Console(width=None if sys.stdout.isatty() else 120)
 

@@ -44,6 +44,14 @@ def no_errors(param: Param, rank: int, device: torch.device) -> Errors:
     return Errors(torch.zeros(param.shape, device=device), averaged)
 
 
+def anywhere(comm: Communicator, flag: Tensor) -> bool:
+    """Whether ``flag``, a 0-d bool, holds on some rank; all call this inside of one program."""
+    byte, ranks = "uint8", comm.world_size
+    param = Param("a flag of each rank", (ranks,), byte, byte, byte, False, Layout("rows", ranks))
+    (found,) = comm.finish_gather(comm.start_gather([param], [flag.to(torch.uint8).view(1)]))
+    return bool(found.any())
+
+
 def average(
     comm: Communicator, params: Sequence[Param], values: Iterable[Tensor], errors: Sequence[Errors]
 ) -> Iterator[Tensor]:

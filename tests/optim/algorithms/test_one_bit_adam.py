@@ -301,6 +301,22 @@ def test_a_state_dict_of_adamw_has_taken_no_step() -> None:
     trained(copy.deepcopy(model), copy.deepcopy(optimizer), range(FREEZE), 0)
 
 
+def test_a_parameter_without_a_gradient_in_the_first_frozen_step_is_frozen_too() -> None:
+    first, second = Net().layers
+    optimizer = OneBitAdam([*first.parameters(), *second.parameters()], freeze_step=2)
+    for used in ((first, second), (first, second), (first,), (second,), (first, second)):
+        optimizer.zero_grad()
+        sum(layer(torch.ones(3, 24)).square().mean() for layer in used).backward()
+        before = optimizer.state[second.bias].get("exp_avg_sq", torch.zeros(())).clone()
+        with warned() as messages:
+            optimizer.step()
+        if used == (first,):
+            torch.testing.assert_close(optimizer.state[second.bias]["exp_avg_sq"], before / (1 - 0.999**2))
+        elif optimizer.param_groups[0]["taken"] > 3:
+            assert torch.equal(optimizer.state[second.bias]["exp_avg_sq"], before)
+        assert messages == []
+
+
 # Refusals.
 
 

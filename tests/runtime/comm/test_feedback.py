@@ -14,7 +14,7 @@ from zerograph.core.step import WIRE_BLOCK, Param
 from zerograph.runtime.comm.collectives import LoneCommunicator, together
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry
-from zerograph.runtime.comm.feedback import Errors, average, no_errors, sent_as_signs
+from zerograph.runtime.comm.feedback import Errors, anywhere, average, no_errors, sent_as_signs
 from zerograph.runtime.comm.wires import elements_of
 
 WORLD = 4
@@ -60,7 +60,11 @@ def _on(transport: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if transport == "group":
             patch.setenv("ZEROGRAPH_TRANSPORT", "group")
-        _rounds(on_two_hosts() if transport == "two levels" else opened())
+        comm = on_two_hosts() if transport == "two levels" else opened()
+    _rounds(comm)
+    with together(comm, Entry("test", 2, 0)):
+        found = [anywhere(comm, torch.tensor(comm.rank == rank)) for rank in (0, WORLD - 1, WORLD)]
+    assert found == [True, True, False]
 
 
 @pytest.mark.parametrize("transport", ["two levels", "group", "shared memory"])

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,10 @@ from zerograph.optim.host import HostOptimizer
 from zerograph.optim.options import Options, are_betas, are_right, is_at_least_0, refuse_beside_programs
 from zerograph.optim.tensors import names_in
 from zerograph.optim.update import PendingUpdate
-from zerograph.runtime.comm.collectives import LoneCommunicator, sum_over_ranks, together
+from zerograph.runtime.comm.collectives import LoneCommunicator, together
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, reason_of, sequence_of
-from zerograph.runtime.comm.feedback import Errors, average, no_errors, sent_as_signs
+from zerograph.runtime.comm.feedback import Errors, anywhere, average, no_errors, sent_as_signs
 from zerograph.runtime.dtensors import is_sharded, own_slices
 from zerograph.runtime.executor.accumulation import are_marks
 from zerograph.runtime.executor.local_gradients import HINT, LocalGradients
@@ -41,6 +41,15 @@ log = logging.getLogger(__name__)
 _PROGRAM = "update by OneBitAdam"
 _NOTHING = PendingUpdate(None, ())
 """The update that a step returns which has already made it."""
+
+
+class _Row(NamedTuple):
+    """A parameter in its group; ``name`` is the same on all ranks, and ``state`` empty before its first gradient."""
+
+    name: str
+    group: Mapping[str, Any]
+    param: Tensor
+    state: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +76,6 @@ class _Averaged:
         """Of this rank, before it is averaged: whole."""
         grad = self.grad / self.scale if self.scale != 1 else self.grad
         return self.state["exp_avg"].lerp(grad, 1 - self.group["betas"][0])  # type: ignore[no-any-return]
-
-    @property
-    def beta2(self) -> float:
-        """The decay of the variance."""
-        return float(self.group["betas"][1])
 
     @property
     def errors(self) -> Errors:
@@ -218,82 +222,78 @@ class OneBitAdam(HostOptimizer):
         members = list(self._members(comm, scale))
         if not members:
             return
-        self._freeze(members, comm)
-        if not _are_finite(members, comm):
+        self._freeze(comm)
+        if not self._average(members, comm):
             self.skipped += 1
             return
-        try:
-            self._average(members, comm)
-        except BaseException as error:
-            self.leave_half_done(reason_of(error))  # errors may be those of this step, and momenta those before it
-            raise
         changed = [member.outward for member in members]
         torch.autograd.graph.increment_version(changed)
         if self.store is not None:
             self.store.copies.touched(changed)
 
-    def _average(self, members: Sequence[_Averaged], comm: Communicator) -> None:
-        params = [member.param for member in members]
-        momenta = (member.momentum for member in members)
-        errors = [member.errors for member in members]
-        with together(comm, Entry(_PROGRAM, sequence_of(p.name for p in params), comm.steps)):
-            for member, momentum in zip(members, average(comm, params, momenta, errors), strict=True):
-                member.update(momentum)
+    def _average(self, members: Sequence[_Averaged], comm: Communicator) -> bool:
+        """Let ranks average momenta, and update; False, and nothing is changed, where some gradient is not finite."""
+        bad = ~power_sums([m.grad for m in members], math.inf).isfinite().all()
+        params, errors = [m.param for m in members], [m.errors for m in members]
+        begun = False
+        try:
+            with together(comm, Entry(_PROGRAM, sequence_of(p.name for p in params), comm.steps)):
+                if anywhere(comm, bad):
+                    return False
+                begun = True
+                momenta = average(comm, params, (m.momentum for m in members), errors)
+                for member, momentum in zip(members, momenta, strict=True):
+                    member.update(momentum)
+        except BaseException as error:
+            if begun:
+                self.leave_half_done(reason_of(error))  # errors may be those of this step, and momenta those before it
+            raise
+        return True
 
     def _members(self, comm: Communicator, scale: float) -> Iterator[_Averaged]:
         held = self.accumulation.of_this_rank() if self.accumulation is not None else {}
-        rows = [
-            (f"parameter {index} of group {number}", group, param)
-            for number, group in enumerate(self.param_groups)
-            for index, param in enumerate(group["params"])
-            if param.grad is not None and param.numel()
-        ]
-        marks = are_marks([param.grad for *_, param in rows])
-        for (name, group, param), is_mark in zip(rows, marks, strict=True):
-            called, state = names_in(group).get(id(param), name), self.state.get(param, {})
-            if "exp_avg_sq" not in state:
+        rows = [row for row in self._rows_of_all() if row.param.grad is not None]
+        for row, is_mark in zip(rows, are_marks([row.param.grad for row in rows]), strict=True):
+            group, param = row.group, row.param
+            called = names_in(group).get(id(param), row.name)
+            if "exp_avg_sq" not in row.state:
                 raise UnsupportedError(
                     f"{called} has its first gradient after freeze_step={group['freeze_step']}, and no variance",
                     "a larger freeze_step, by which all parameters have had gradients",
                 )
             grad = _whole_gradient(param, held.get(id(param)), is_mark, called)
-            yield _Averaged(sent_as_signs(name, param.shape, comm.world_size), param, grad, scale, group, state)
+            yield _Averaged(sent_as_signs(row.name, param.shape, comm.world_size), param, grad, scale, group, row.state)
 
-    def _freeze(self, members: Sequence[_Averaged], comm: Communicator) -> None:
+    def _rows_of_all(self) -> Iterator[_Row]:
+        for number, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                if param.numel():
+                    yield _Row(f"parameter {index} of group {number}", group, param, self.state.get(param, {}))
+
+    def _freeze(self, comm: Communicator) -> None:
         """Bring states into the form that frozen steps have; errors of another rank, or of none, are left out."""
         own, known = (comm.rank, comm.world_size), self.param_groups[0]["errors_of"]
-        if known is None:
-            for member in members:
-                local_tensor(member.state["exp_avg_sq"]).div_(1 - member.beta2 ** float(member.state["step"]))
-        self._gather_momenta(members, comm)
-        lacking = [m for m in members if "error" not in m.state]
-        if known is not None and (tuple(known) != own or lacking):
-            of = f"rank {known[0]} of {known[1]}" if tuple(known) != own else "no rank"
+        rows = [row for row in self._rows_of_all() if "exp_avg_sq" in row.state]
+        _gather_momenta(rows, comm)
+        # From here on nothing fails, so that no variance is corrected twice.
+        others = known is not None and tuple(known) != own
+        lacking = [row for row in rows if others or "error" not in row.state]
+        if known is not None and lacking:
             log.warning(
                 "OneBitAdam begins without the errors of signs: the state dict has those of %s, and this is rank %d of "
                 "%d; it adds nothing to momenta once\n\nhint: save and load a state dict on each rank of as many, with "
-                "torch.save, to go on as if nothing was", of, *own,
+                "torch.save, to go on as if nothing was", f"rank {known[0]} of {known[1]}" if others else "no rank",
+                *own,
             )  # fmt: skip
-        for member in members if known is None or tuple(known) != own else lacking:
-            errors = no_errors(member.param, comm.rank, member.grad.device)
-            member.state["error"], member.state["averaged_error"] = errors.sent, errors.averaged
+        for row in lacking:
+            param = sent_as_signs(row.name, row.param.shape, comm.world_size)
+            errors = no_errors(param, comm.rank, row.state["exp_avg"].device)
+            row.state["error"], row.state["averaged_error"] = errors.sent, errors.averaged
+        if known is None:
+            for row in rows:
+                local_tensor(row.state["exp_avg_sq"]).div_(1 - row.group["betas"][1] ** float(row.state["step"]))
         for group in self.param_groups:
             group["errors_of"] = own
-
-    @staticmethod
-    def _gather_momenta(members: Sequence[_Averaged], comm: Communicator) -> None:
-        """Give each rank the whole momenta, of which steps of AdamW and checkpoints may have left it its rows."""
-        split = [m for m in members if is_sharded(m.state["exp_avg"])]
-        if split:
-            rows, single = Layout("rows", comm.world_size), "float32"
-            params = [Param(m.param.name, m.param.shape, single, single, single, False, rows) for m in split]
-            shards = [local_tensor(m.state["exp_avg"]) for m in split]
-            with together(comm, Entry(_PROGRAM, sequence_of(["momenta", *(p.name for p in params)]), comm.steps)):
-                whole = comm.finish_gather(comm.start_gather(params, shards))
-                for member, momentum in zip(split, whole, strict=True):
-                    member.state["exp_avg"] = momentum.clone()
-        for member in members:
-            member.state["exp_avg"] = local_tensor(member.state["exp_avg"])
 
     def _refuse_dtypes(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -335,7 +335,7 @@ def _whole_gradient(param: Tensor, held: Tensor | None, is_mark: bool, name: str
         UnsupportedError: the rank has averages of its rows.
     """
     if held is not None and is_mark:
-        return held.view(param.shape).float()
+        return held.to(torch.float32).view(param.shape)
     if is_sharded(param):
         raise UnsupportedError(
             f"the gradient of {name} was averaged before freeze_step, at least in part, and the step is behind it",
@@ -343,15 +343,23 @@ def _whole_gradient(param: Tensor, held: Tensor | None, is_mark: bool, name: str
         )
     # It is an average, of before freeze_step, or comes from code that is not compiled.
     assert param.grad is not None
-    own = local_tensor(param.grad).float()
-    return own if held is None else held.view(own.shape) + own
+    own = local_tensor(param.grad).to(torch.float32)
+    return own if held is None else torch.add(own, held.view(own.shape))
 
 
-def _are_finite(members: Sequence[_Averaged], comm: Communicator) -> bool:
-    """Whether the gradients of all ranks are; they compare which parameters have some."""
-    finite = power_sums([m.grad for m in members], math.inf).isfinite().all()
-    bad = sum_over_ranks(comm, 1.0 - finite.double(), _PROGRAM, [m.param.name for m in members])
-    return not float(bad)
+def _gather_momenta(rows: Sequence[_Row], comm: Communicator) -> None:
+    """Give each rank the whole momenta, of which steps of AdamW and checkpoints may have left it its rows."""
+    split = [row for row in rows if is_sharded(row.state["exp_avg"])]
+    if split:
+        home, single = Layout("rows", comm.world_size), "float32"
+        params = [Param(row.name, tuple(row.param.shape), single, single, single, False, home) for row in split]
+        shards = [local_tensor(row.state["exp_avg"]) for row in split]
+        with together(comm, Entry(_PROGRAM, sequence_of(["momenta", *(p.name for p in params)]), comm.steps)):
+            whole = [momentum.clone() for momentum in comm.finish_gather(comm.start_gather(params, shards))]
+        for row, momentum in zip(split, whole, strict=True):
+            row.state["exp_avg"] = momentum
+    for row in rows:
+        row.state["exp_avg"] = local_tensor(row.state["exp_avg"])
 
 
 def _check(group: Mapping[str, Any], freeze_step: int) -> None:
