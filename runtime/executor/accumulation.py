@@ -274,6 +274,13 @@ class GradientAccumulation:
         ZeroGraphError: an optimizer steps on gradients that lack a part held back.
         """
         self.forget_dropped()
+        taker = self.taker
+        if self._held and taker is not None:
+            raise ZeroGraphError(
+                f"an optimizer steps while {taker.name}, which still lives, leaves each rank its own gradients of "
+                f"{len(self.names)} parameters, the first of {self.names[0]}",
+                "let go of it (del optimizer; gc.collect()) before the backward",
+            )
         if self._held:
             raise ZeroGraphError(
                 f"an optimizer steps while no_sync() holds back gradients of {len(self.names)} parameters, "

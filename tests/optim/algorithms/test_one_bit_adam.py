@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn import functional as F
 
 import zerograph
-from zerograph.core.errors import ConfigError, RankError, StorageError, UnsupportedError
+from zerograph.core.errors import ConfigError, RankError, StorageError, UnsupportedError, ZeroGraphError
 from zerograph.core.step import WIRE_BLOCK
 from zerograph.optim import AdamW, OneBitAdam
 from zerograph.optim.algorithms import one_bit_adam as module
@@ -189,6 +189,8 @@ def _kept() -> int:
     with backend.no_sync():  # changes nothing
         model(batch(2, rank)).backward()
     optimizer.step()
+    with pytest.raises(ZeroGraphError, match=r"while OneBitAdam, which still lives[\s\S]*hint: let go of it"):
+        AdamW(model.parameters()).step()
     del optimizer
     model.zero_grad()
     model(batch(3, rank)).backward()
