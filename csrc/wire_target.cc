@@ -5,6 +5,8 @@
 namespace zg {
 namespace {
 
+constexpr size_t kBehind = 16;  // elements behind those of a block: lanes and bytes are whole
+
 constexpr float kSmallest = 1.17549435e-38f;  // a normal number, so that no quotient overflows
 
 // Adding it leaves the nearest integer, ties to even, in the low bits.
@@ -68,12 +70,57 @@ struct Int4 {
   }
 };
 
+struct Sign {
+  static constexpr size_t kPerByte = 8;
+  // Behind the last element of all there are seven zeros.
+  static void write(const float* row, size_t count, uint8_t* __restrict out) {
+    for (size_t i = 0; i < (count + 7) / 8; ++i) {
+      uint32_t bits = 0;
+      for (size_t j = 0; j < 8; ++j) bits |= static_cast<uint32_t>(row[8 * i + j] >= 0.0f) << j;
+      out[i] = static_cast<uint8_t>(bits);
+    }
+  }
+  static void read(const uint8_t* __restrict in, size_t count, float* __restrict row) {
+    for (size_t i = 0; i < (count + 7) / 8; ++i)
+      for (size_t j = 0; j < 8; ++j) row[8 * i + j] = (in[i] >> j) & 1 ? 1.0f : -1.0f;
+  }
+};
+
+// Bring the elements of a block into the range of the format; returns the scale.
+template <typename Format>
+float scaled(float* row, size_t count) {
+  int32_t most = 0;  // as bits, among which infinities and NaN are the largest
+  for (size_t j = 0; j < count; ++j) {
+    const int32_t magnitude = static_cast<int32_t>(bits_of(row[j]) & 0x7fffffffu);
+    most = magnitude > most ? magnitude : most;
+  }
+  float scale = float_of(static_cast<uint32_t>(most)) / Format::kMost;
+  if (scale < kSmallest) scale = kSmallest;
+  const bool finite = most < 0x7f800000;
+  for (size_t j = 0; j < count; ++j) row[j] = finite ? row[j] / scale : 0.0f;
+  return scale;
+}
+
+// Signs need no range. Sums have an order of their own, so that every instruction set and torch's operators have the
+// same bits: lanes, and then halves of these.
+template <>
+float scaled<Sign>(float* row, size_t count) {
+  constexpr size_t kLanes = 16;
+  float sums[kLanes] = {};
+  for (size_t j = 0; j < count; j += kLanes)
+    for (size_t k = 0; k < kLanes; ++k) sums[k] += float_of(bits_of(row[j + k]) & 0x7fffffffu);
+  for (size_t half = kLanes / 2; half > 0; half /= 2)
+    for (size_t k = 0; k < half; ++k) sums[k] += sums[k + half];
+  return sums[0] / static_cast<float>(count);
+}
+
 template <typename Visit>
 void with_wire(Wire wire, Visit visit) {
   switch (wire) {
     case Wire::fp8: return visit(Fp8{});
     case Wire::int8: return visit(Int8{});
     case Wire::int4: return visit(Int4{});
+    case Wire::sign: return visit(Sign{});
   }
 }
 
@@ -90,20 +137,12 @@ void encode_typed(const void* src, size_t count, void* dst) {
   const size_t end = scales_at<Format>(count);
   for (size_t i = (count + Format::kPerByte - 1) / Format::kPerByte; i < end; ++i) to[i] = 0;
   uint8_t* scales = to + end;
-  float row[kWireBlock + 1];
+  float row[kWireBlock + kBehind];
   for (size_t i = 0; i < count; i += kWireBlock, scales += sizeof(float)) {
     const size_t n = count - i < kWireBlock ? count - i : kWireBlock;
     load(row, from + i, n);
-    row[n] = 0.0f;
-    int32_t most = 0;  // as bits, among which infinities and NaN are the largest
-    for (size_t j = 0; j < n; ++j) {
-      const int32_t magnitude = static_cast<int32_t>(bits_of(row[j]) & 0x7fffffffu);
-      most = magnitude > most ? magnitude : most;
-    }
-    float scale = float_of(static_cast<uint32_t>(most)) / Format::kMost;
-    if (scale < kSmallest) scale = kSmallest;
-    const bool finite = most < 0x7f800000;
-    for (size_t j = 0; j < n; ++j) row[j] = finite ? row[j] / scale : 0.0f;
+    for (size_t j = n; j < n + kBehind; ++j) row[j] = 0.0f;
+    const float scale = scaled<Format>(row, n);
     Format::write(row, n, to + i / Format::kPerByte);
     __builtin_memcpy(scales, &scale, sizeof(float));
   }
@@ -114,7 +153,7 @@ void decode_typed(const void* src, size_t count, void* dst) {
   const uint8_t* from = static_cast<const uint8_t*>(src);
   D* to = static_cast<D*>(dst);
   const uint8_t* scales = from + scales_at<Format>(count);
-  float row[kWireBlock + 1];
+  float row[kWireBlock + kBehind];
   for (size_t i = 0; i < count; i += kWireBlock, scales += sizeof(float)) {
     const size_t n = count - i < kWireBlock ? count - i : kWireBlock;
     float scale;

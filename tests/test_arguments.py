@@ -64,6 +64,7 @@ CALLS: dict[str, tuple[Call, Call]] = {
         for name in ("Adagrad", "Adam", "AdamW", "LAMB", "Lion", "SGD")
     },
     "optim.Muon": (_step, lambda: {"optimizer": zerograph.optim.Muon, "params": _with_gradients()[:1]}),
+    "optim.OneBitAdam": (_step, lambda: {"optimizer": zerograph.optim.OneBitAdam, "freeze_step": 2}),
 }
 
 MODELS = [None, "model", [_model()], _model, 3, {}]
@@ -109,8 +110,10 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         if name.startswith("optim.")
     },
 }
-for _name in ("optim.LAMB", "optim.Muon"):
+for _name in ("optim.LAMB", "optim.Muon", "optim.OneBitAdam"):
     del WRONG[_name]["warmup"]
+for _argument in ("skip_nonfinite", "master"):
+    del WRONG["optim.OneBitAdam"][_argument]
 for _name, _more in {
     "optim.Adam": {"moments": [3, "float32", torch.float16]},
     "optim.AdamW": {"moments": [3, "float32", torch.float16]},
@@ -130,6 +133,11 @@ for _name, _more in {
         "ns_coefficients": [None, 1.0, (1.0, 2.0), (1.0, 2.0, math.nan), "abc"],
         "ns_steps": [None, "5", 5.0, True, -1, 100],
         "adjust_lr_fn": [3, "mine", [], torch.ones(2)],
+    },
+    "optim.OneBitAdam": {
+        **dict.fromkeys(("lr", "weight_decay", "eps"), NUMBERS),
+        "betas": [None, 0.9, (0.9,), (0.9, 1.0), (0.9, "x"), (0.9, 0.9, 0.9)],
+        "freeze_step": [None, "3", 1.5, 0, -1, True, torch.ones(2)],
     },
 }.items():
     WRONG[_name] = {**WRONG[_name], **_more}

@@ -50,6 +50,7 @@ class Wire(Enum):
     fp8 = 0
     int8 = 1
     int4 = 2
+    sign = 3
 
 def encode(wire: Wire, src: int, dtype: DType, count: int, dst: int, target: str = "") -> None: ...
 def decode(wire: Wire, src: int, count: int, dst: int, dtype: DType, target: str = "") -> None: ...

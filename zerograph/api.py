@@ -77,6 +77,7 @@ class Backend:
             self._store,
             self._steps,
             self._adoption.complete_gradients,
+            lambda: self._adoption.why_reduced,
         )
         self._early = EarlyUpdates(
             self._adoption.params, lambda: self._optimizers.overlapping(self._adoption.why_unsharded)

@@ -22,7 +22,11 @@ Status find_wire(const std::string& target, DType dtype, const WireKernels*& out
 }  // namespace
 
 void bind_wire(py::module_& m) {
-  py::enum_<Wire>(m, "Wire").value("fp8", Wire::fp8).value("int8", Wire::int8).value("int4", Wire::int4);
+  py::enum_<Wire>(m, "Wire")
+      .value("fp8", Wire::fp8)
+      .value("int8", Wire::int8)
+      .value("int4", Wire::int4)
+      .value("sign", Wire::sign);
   m.def(
       "encode",
       [](Wire wire, std::uint64_t src, DType dtype, std::size_t count, std::uint64_t dst, const std::string& target) {

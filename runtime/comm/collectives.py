@@ -20,11 +20,11 @@ from zerograph.core.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
-from zerograph.runtime.comm.own_stream import OwnStream, Wait
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
 from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.waiting import BegunWait
 from zerograph.runtime.comm.wires import Terms, spread
+from zerograph.runtime.own_stream import OwnStream, Wait
 from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, second_group
 
 # Renamed in torch 2.13, which warns about the old names.

@@ -16,8 +16,8 @@ from torch import Tensor
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import BufferPool
 from zerograph.runtime.comm.entry import Entry
-from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.rendezvous import Rendezvous
+from zerograph.runtime.own_stream import Wait
 
 
 class Communicator(Protocol):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zerograph.core.plan import Param
 from zerograph.runtime.comm.communicator import Communicator
-from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.paired import PairedCommunicator
+from zerograph.runtime.own_stream import Wait
 
 
 class _Under(NamedTuple):

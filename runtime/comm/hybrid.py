@@ -13,8 +13,8 @@ from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry
-from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.paired import PairedCommunicator
+from zerograph.runtime.own_stream import Wait
 
 
 @dataclass(slots=True, eq=False)

@@ -27,10 +27,10 @@ from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype
 from zerograph.runtime.comm.entry import Entry, describe_difference
-from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.rendezvous import Rendezvous, shared
 from zerograph.runtime.comm.store_client import StoreLost
 from zerograph.runtime.comm.waiting import LOOK, BegunWait
+from zerograph.runtime.own_stream import Wait
 
 log = logging.getLogger(__name__)
 

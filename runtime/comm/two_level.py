@@ -20,11 +20,11 @@ from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.buffers import allocate_full
 from zerograph.runtime.comm.communicator import Communicator
-from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.packing import padded_shards
 from zerograph.runtime.comm.paired import PairedCommunicator
 from zerograph.runtime.comm.shared_memory import SharedMemoryCommunicator, summable
 from zerograph.runtime.comm.wires import Terms, elements_of, spread
+from zerograph.runtime.own_stream import Wait
 
 _CPU = torch.device("cpu")
 

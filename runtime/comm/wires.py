@@ -20,10 +20,10 @@ from zerograph.core.layout import Layout
 from zerograph.core.step import WIRE_BITS, WIRE_BLOCK, Param
 from zerograph.runtime.buffers import aligned, allocate_full, dtype_name, torch_dtype
 from zerograph.runtime.comm.communicator import Communicator
-from zerograph.runtime.comm.own_stream import Wait
 from zerograph.runtime.comm.packing import padded_shards
+from zerograph.runtime.own_stream import Wait
 
-_KERNELS = {"fp8": _core.Wire.fp8, "int8": _core.Wire.int8, "int4": _core.Wire.int4}
+_KERNELS = {"fp8": _core.Wire.fp8, "int8": _core.Wire.int8, "int4": _core.Wire.int4, "sign": _core.Wire.sign}
 _MOST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -62,9 +62,14 @@ def encode_by_torch(wire: str, values: Tensor, out: Tensor) -> None:
     """:func:`encode` of less than 16 bits with torch's operators, on any device: the same bits."""
     rows, elements = values.shape
     blocks = pad(values.float(), (0, -elements % WIRE_BLOCK)).view(rows, -1, WIRE_BLOCK)
-    scales = (blocks.abs().amax(2, keepdim=True) / _MOST[wire]).clamp(min=_SMALLEST)
-    scaled = (blocks / scales).nan_to_num(0.0).view(rows, -1)
-    if wire == "fp8":
+    if wire == "sign":
+        scales, scaled = _means(blocks, elements), blocks.view(rows, -1)
+    else:
+        scales = (blocks.abs().amax(2, keepdim=True) / _MOST[wire]).clamp(min=_SMALLEST)
+        scaled = (blocks / scales).nan_to_num(0.0).view(rows, -1)
+    if wire == "sign":
+        payload = ((scaled >= 0).view(rows, -1, 8) << torch.arange(8, device=values.device)).sum(2).to(torch.uint8)
+    elif wire == "fp8":
         payload = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         payload = scaled.round().to(torch.int8).view(torch.uint8)
@@ -77,6 +82,24 @@ def encode_by_torch(wire: str, values: Tensor, out: Tensor) -> None:
     out[:, at:].view(torch.float32).copy_(scales.squeeze(2))
 
 
+def _means(blocks: Tensor, elements: int) -> Tensor:
+    """The mean magnitude of each block, of which the last one may have fewer elements; zeros follow these.
+
+    Sums have the order of ``csrc/wire_target.cc``, and so the same bits: 16 lanes, and then halves of these.
+    """
+    rows, count, _ = blocks.shape
+    lanes = blocks.abs().view(rows, count, -1, 16)
+    sums = lanes[:, :, 0]
+    for which in range(1, lanes.shape[2]):
+        sums = sums + lanes[:, :, which]
+    while sums.shape[2] > 1:
+        half = sums.shape[2] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    counts = torch.full((count, 1), float(WIRE_BLOCK), device=blocks.device)
+    counts[-1:] -= -elements % WIRE_BLOCK
+    return sums / counts
+
+
 def decode_by_torch(wire: str, message: Tensor, out: Tensor) -> None:
     """:func:`decode` likewise."""
     rows, elements = out.shape
@@ -86,9 +109,13 @@ def decode_by_torch(wire: str, message: Tensor, out: Tensor) -> None:
         values = payload.view(torch.float8_e4m3fn).float()
     elif wire == "int8":
         values = payload.view(torch.int8).float()
+    elif wire == "sign":
+        bits = payload.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=out.device) & 1
+        values = bits.view(rows, -1)[:, :elements].float() * 2 - 1
     else:
         values = torch.stack([payload & 15, payload >> 4], dim=2).view(rows, -1)[:, :elements].float() - 8
     blocks = pad(values, (0, -elements % WIRE_BLOCK)).view(rows, -1, WIRE_BLOCK)
+    scales = scales + (scales - scales)  # infinity, the scale of a block with one, becomes NaN
     out.copy_((blocks * scales.unsqueeze(2)).view(rows, -1)[:, :elements])
 
 

@@ -1,4 +1,5 @@
-"""Full gradients that ``no_sync`` keeps back until the next synchronized backward.
+"""Full gradients that ``no_sync`` keeps back until the next synchronized backward; or, where an optimizer averages
+something else, for that (:mod:`~zerograph.runtime.executor.local_gradients`).
 
 Meanwhile each parameter's ``.grad`` gets nothing from them, and marks them: where it would be zero it is *negative*
 zero, which adds like zero and tells, whatever zeroed it, that the user dropped the gradients (``zero_grad``).
@@ -7,7 +8,7 @@ zero, which adds like zero and tells, whatever zeroed it, that the user dropped 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -20,6 +21,7 @@ from zerograph.runtime.buffers import add_to_tile, torch_dtype
 from zerograph.runtime.comm.collectives import together
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, sequence_of
+from zerograph.runtime.executor import local_gradients
 from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
 
 
@@ -27,14 +29,13 @@ class GradientAccumulation:
     """The held gradients of one backend, over all its frames.
 
     Attributes:
-        active: whether gradients are held back.
         late: parameters whose held gradients others reduce.
         schedule: stands for the schedule of a pipeline that runs; None outside of one.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         """``params`` are the outward parameters by name, now and later."""
-        self.active = False
+        self._holding = False
         self.schedule: object | None = None
         self.late: set[str] = set()
         self._params = params
@@ -45,14 +46,28 @@ class GradientAccumulation:
         self._seen_in: int | None = None  # that backward
         self._comm: Communicator
 
+    @property
+    def active(self) -> bool:
+        """Whether gradients are held back; set inside of ``no_sync``, and so where an optimizer takes them."""
+        return self._holding or self.taker is not None
+
+    @active.setter
+    def active(self, holding: bool) -> None:
+        self._holding = holding
+
+    @property
+    def taker(self) -> local_gradients.LocalGradients | None:
+        """Who takes gradients that are held back."""
+        return local_gradients.taker(self._params.values())
+
     @contextmanager
     def holding_back(self) -> Iterator[None]:
         """Inside, gradients are held back."""
-        before, self.active = self.active, True
+        before, self._holding = self._holding, True
         try:
             yield
         finally:
-            self.active = before
+            self._holding = before
 
     @contextmanager
     def one_schedule(self) -> Iterator[None]:
@@ -141,6 +156,7 @@ class GradientAccumulation:
         if values == "zeros" or (grad is not left and values != "marks"):
             return True
         if grad is not left or grad._version != version:  # another tensor with the mark was computed from the gradient
+            local_gradients.refuse_reading([self._params[name]])
             raise ZeroGraphError(
                 f"the gradient of {name} was changed while no_sync() held back a part of it",
                 "change gradients after a backward outside of no_sync(), which completes them",
@@ -232,15 +248,39 @@ class GradientAccumulation:
             assert grad is not None  # else nothing would have been left to reduce
             add_to_tile(param, local_tensor(grad), result)
 
-    def refuse_step(self) -> None:
-        """Raises:
-        ZeroGraphError: an optimizer steps on gradients that lack a part held back.
+    def of_this_rank(self) -> dict[int, Tensor]:
+        """The full gradients that are held, by ``id`` of the outward parameter. They stay so until they are dropped.
+
+        Raises:
+            UnsupportedError: the part of one that is not held was changed, as by clipping.
         """
+        self.forget_dropped()
+        return {id(self._params[name]): held for (name, _), (_, held) in self._held.items()}
+
+    def left_out(self, own: Container[int]) -> list[str]:
+        """Names of trainable parameters whose ``id`` is not among ``own``."""
+        return [name for name, param in self._params.items() if param.requires_grad and id(param) not in own]
+
+    def forget_dropped(self) -> None:
+        """Let go of gradients that the user dropped."""
         self._seen.clear()
         for param, _ in list(self._held.values()):
             left = self._left.get(param.name)
             if left is not None and self._dropped(param.name, *left):
                 self.withdraw(param)
+
+    def refuse_step(self) -> None:
+        """Raises:
+        ZeroGraphError: an optimizer steps on gradients that lack a part held back.
+        """
+        self.forget_dropped()
+        taker = self.taker
+        if self._held and taker is not None:
+            raise ZeroGraphError(
+                f"an optimizer steps while {taker.name}, which still lives, leaves each rank its own gradients of "
+                f"{len(self.names)} parameters, the first of {self.names[0]}",
+                "let go of it (del optimizer; gc.collect()) before the backward",
+            )
         if self._held:
             raise ZeroGraphError(
                 f"an optimizer steps while no_sync() holds back gradients of {len(self.names)} parameters, "

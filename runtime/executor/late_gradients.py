@@ -19,6 +19,7 @@ from zerograph.runtime.comm.collectives import together
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, sequence_of
 from zerograph.runtime.executor.accumulation import GradientAccumulation
+from zerograph.runtime.executor.local_gradients import refuse_reading
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.torch_private import after_backward, current_backward, placed_as
 
@@ -31,7 +32,13 @@ _ALL: weakref.WeakSet[LateGradients] = weakref.WeakSet()
 
 
 def complete(params: Iterable[Tensor]) -> None:
-    """Gradients of ``params`` are about to be read on all ranks: see :meth:`LateGradients.complete`."""
+    """Gradients of ``params`` are about to be read on all ranks: see :meth:`LateGradients.complete`.
+
+    Raises:
+        UnsupportedError: they are each rank's own.
+    """
+    params = list(params)
+    refuse_reading(params)
     known = {id(param) for param in params} if _ALL else set()
     for late in [late for late in _ALL if not known.isdisjoint(late.expected)]:
         late.complete()

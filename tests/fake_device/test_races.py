@@ -20,8 +20,8 @@ from torch import nn
 
 import zerograph
 from zerograph.runtime.comm.collectives import GroupCommunicator
-from zerograph.runtime.comm.own_stream import OwnStream
 from zerograph.runtime.offload import host
+from zerograph.runtime.own_stream import OwnStream
 
 pytestmark = pytest.mark.skipif(
     getattr(torch.accelerator.current_accelerator(), "type", "") != "fake", reason="needs --device=fake"

@@ -1,6 +1,6 @@
 """Communication has streams of its own, so that it overlaps compute, and waits for copies without it.
 
-Tests ``runtime/comm/own_stream.py``.
+Tests ``runtime/own_stream.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerograph.core.instructions import Gather, Move, WaitFetch, WaitGather
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import GroupCommunicator, LoneCommunicator
-from zerograph.runtime.comm.own_stream import OwnStream
+from zerograph.runtime.own_stream import OwnStream
 
 
 def _param(rows: int) -> Param:

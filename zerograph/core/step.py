@@ -25,7 +25,7 @@ Dimension = Literal["batch", "seq"]
 ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
 ITEM_SIZE |= {"int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
-WIRE_BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
+WIRE_BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "sign": 1}
 WIRE_BLOCK = 256
 """Elements that share a scale, a float32, in wires of less than 16 bits (``csrc/wire.h`` has the layout)."""
 

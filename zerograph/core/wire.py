@@ -2,7 +2,7 @@
 
 Of "fp8" (e4m3), "int8" and "int4" each block of 256 elements has a scale, by which its largest one is the largest of
 the format: ZeRO++ (arXiv:2306.10209) sends weights and gradients so. "bf16" has none. These lose digits; nothing is
-sent so unless it is asked for.
+sent so unless it is asked for. There is one more, "sign", that only :class:`zerograph.optim.OneBitAdam` sends.
 """
 
 from __future__ import annotations

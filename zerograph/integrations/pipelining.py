@@ -76,7 +76,8 @@ def _one_schedule(schedule: Any, stages: Sequence[PipelineStage], backend: Backe
 def _refuse_beside(schedule: Any, stages: Sequence[PipelineStage], backend: Backend) -> None:
     require(
         not backend._accumulation.active,
-        "a schedule inside of backend.no_sync(): its last backwards reduce, as once_per_step says",
+        "a schedule inside of backend.no_sync(), or behind the freeze_step of OneBitAdam: its last backwards reduce, "
+        "as once_per_step says",
         "more microbatches in one schedule; or several schedules with scale_grads=False, without no_sync()",
     )
     # By identity: the backend may not know its parameters yet.

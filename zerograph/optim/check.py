@@ -56,14 +56,15 @@ class OptimizerCheck:
         store: ShardStore,
         steps: StepCount,
         complete: Callable[[], None] = lambda: None,
+        why_reduced: Callable[[], str] = lambda: "",
     ) -> None:
         """``params`` are the ids of the backend's own, ``replaced`` what was in their places before, ``skipped`` finds
         those that should be its own and are not, ``communicator`` how the ranks communicate that hold them, ``store``
         knows where their states live, ``steps`` counts what the ranks have taken alike, ``complete`` completes their
-        gradients.
+        gradients, ``why_reduced`` says where gradients cannot stay on each rank.
         """
         self._telemetry, self._communicator, self._store, self._steps = telemetry, communicator, store, steps
-        self._complete = complete
+        self._complete, self._why_reduced = complete, why_reduced
         self._params, self._replaced, self._skipped, self._accumulation = params, replaced, skipped, accumulation
         self._memory: dict[int, _WeakTensor] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -106,14 +107,16 @@ class OptimizerCheck:
             self._refused = error
             raise
         ranks = self._communicator()
-        if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_sharded, self._own(optimizer))):
-            optimizer.communicator = weakref.ref(ranks)
+        if ranks is not None and isinstance(optimizer, HostOptimizer):
+            averages = optimizer.takes_local_gradients and self._holds_own(optimizer)
+            if averages or any(map(is_sharded, self._own(optimizer))):
+                optimizer.communicator = weakref.ref(ranks)
         if self._holds_own(optimizer):
             if _moves(optimizer):
                 self._complete()
             delayed.settle(_params_of(optimizer))
             if isinstance(optimizer, HostOptimizer):
-                optimizer.steps = self._steps
+                optimizer.steps, optimizer.accumulation = self._steps, self._accumulation
             self._refuse_updated(optimizer)
             self._bring_states_back(optimizer)
             self._telemetry.updating()
@@ -194,7 +197,8 @@ class OptimizerCheck:
         """
         if not _moves(optimizer):
             return
-        if self._accumulation.names and self._holds_own(optimizer):
+        takes = isinstance(optimizer, HostOptimizer) and optimizer.takes_local_gradients
+        if self._accumulation.names and self._holds_own(optimizer) and not (takes and self._accumulation.taker):
             self._accumulation.refuse_step()
         self._look_at(optimizer)
 
@@ -207,6 +211,8 @@ class OptimizerCheck:
         self._refuse_replaced(optimizer)
         self._refuse_skipped(optimizer, foreign)
         self._refuse_not_elementwise(optimizer)
+        if isinstance(optimizer, HostOptimizer) and optimizer.takes_local_gradients and self._holds_own(optimizer):
+            self._refuse_local_gradients(optimizer, len(foreign))
         names = itertools.chain.from_iterable(names_in(group).items() for group in optimizer.param_groups)
         refuse_different_gradients(self._own(optimizer), dict(names))
         if optimizer not in self._passed:
@@ -253,6 +259,25 @@ class OptimizerCheck:
                 "zerograph.optim.Muon brings each to one rank"
                 if "Muon" in names
                 else "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0",
+            )
+
+    def _refuse_local_gradients(self, optimizer: Optimizer, foreign: int) -> None:
+        """Where gradients are averaged for one optimizer, or one parameter, they are for all of the backend."""
+        name, why = type(optimizer).__name__, self._why_reduced()
+        if why:
+            raise UnsupportedError(
+                f"{name} averages momenta in place of gradients, which is not possible {why}",
+                "stage=0 or stage=1 on a mesh of one axis, with nothing offloaded; or AdamW, with reduce_wire= where "
+                "links are slow",
+            )
+        others = self._accumulation.left_out(set(map(id, _params_of(optimizer))))
+        if others or foreign:
+            what = f"{len(others)} trainable parameters of the backend are in no group of it, the first {others[:1]}"
+            what = what if others else f"{foreign} parameters with gradients are not of this backend"
+            raise UnsupportedError(
+                f"{name} averages momenta in place of the gradients of all parameters of one backend, and {what}",
+                f"give all parameters of the model to one {name}, in groups, or freeze those that are not trained: "
+                "requires_grad_(False)",
             )
 
     def _refuse_replaced(self, optimizer: Optimizer) -> None:

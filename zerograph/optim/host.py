@@ -38,6 +38,7 @@ from zerograph.optim.torch_private import hooked_step, tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.dtensors import Groups
+from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.offload.shards import ShardStore
@@ -55,11 +56,15 @@ class HostOptimizer(Optimizer):
             programs a step later with ``delayed``; else None.
         algorithm: what distinguishes it from the others.
         communicator, store, steps: of the backend whose sharded parameters these are, which sets them before each step.
+        accumulation: likewise, of gradients that the backend holds back.
+        takes_local_gradients: whether it averages something else than gradients, from some step on.
     """
 
     communicator: Callable[[], Communicator | None] = staticmethod(lambda: None)
     store: ShardStore | None = None
     steps: StepCount | None = None
+    accumulation: GradientAccumulation | None = None
+    takes_local_gradients: ClassVar[bool] = False
     late: DelayedSteps | ForwardSteps | None = None
 
     _skipped_there: Tensor | None  # on a device, and not read yet

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,6 +22,7 @@ from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.units import format_ranks
 from zerograph.runtime.comm.communicator import Communicator
+from zerograph.runtime.comm.joined import other_axis
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.forward import has_opened
@@ -79,6 +81,19 @@ class Adoption:
         if self.ranks is not None and self.ranks.mesh is None and not self._config.offloads:
             return "on one process that offloads nothing"
         return "at stage 0" if self._config.sharding == 0 else ""
+
+    @property
+    def why_reduced(self) -> str:
+        """Where gradients cannot stay on each rank, for people; empty where they can."""
+        config, ranks = self._config, self.ranks
+        if config.sharding > 1:
+            return f"at stage {config.stage}, where each rank has rows of them alone"
+        if config.offloads:
+            return "with offload=, which moves them to where states are updated"
+        if ranks is not None and ranks.replicas > 1:
+            return f"on a mesh of two axes, {ranks.replicas} replicas of {ranks.size} ranks"
+        meshes = {p.device_mesh for p in self.params.values() if isinstance(p, DTensor)}
+        return "beside tensor parallelism" if any(other_axis(mesh) is not None for mesh in meshes) else ""
 
     def complete_gradients(self) -> None:
         """Reduce with the other ranks what no backward of this one has: gradients of what ranks read as they like."""

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 
 from zerograph.core.errors import CheckpointError, ShardingError, UnsupportedError
+from zerograph.runtime.executor.local_gradients import refuse_reading
 from zerograph.sharding.adopt import wrapped_by
 from zerograph.sharding.torch_private import before, handle_op
 
@@ -26,6 +28,7 @@ def explain_shards() -> None:
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
         before(wrapper, "__init__", _refuse_wrapper)
     before(safetensors.torch, "_find_shared_tensors", _refuse_in_file)
+    before(clip_grad, "_clip_grads_with_norm_", lambda params, *_: refuse_reading(params))
 
 
 def _refuse_collective(op: Any, *_: Any) -> None:

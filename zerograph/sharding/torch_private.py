@@ -340,8 +340,9 @@ def share_hooks(old: Tensor, new: Tensor) -> None:
 def before(owner: Any, name: str, check: Callable[..., None]) -> None:
     """Have ``check`` called with the arguments of every call of ``owner.name``, before it runs; idempotent.
 
-    For other code that has no hook and takes shards for plain tensors: wrappers when they are made, and safetensors,
-    of which all that it writes passes ``_find_shared_tensors``. Seen in 2.11, 2.13, and in safetensors 0.8.
+    For other code that has no hook and takes shards for plain tensors: wrappers when they are made, safetensors, of
+    which all that it writes passes ``_find_shared_tensors``, and ``clip_grad_norm_``, which users import by name and
+    which ends in ``_clip_grads_with_norm_``. Seen in 2.11, 2.13, and in safetensors 0.8.
     """
     function: Any = getattr(owner, name, None)
     if function is None or hasattr(function, "_zg_checked"):

@@ -27,7 +27,7 @@ from zerograph.runtime.comm.wires import (
     start_gather,
 )
 
-FEWER_BITS = ("fp8", "int8", "int4")
+FEWER_BITS = ("fp8", "int8", "int4", "sign")
 LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
@@ -59,7 +59,7 @@ def test_native_and_torchs_operators_write_the_same_bytes(
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("wire", FEWER_BITS)
+@pytest.mark.parametrize("wire", LARGEST)
 def test_no_element_is_off_by_more_than_half_a_step_of_its_block(wire: str) -> None:
     torch.manual_seed(0)
     values = torch.randn(2, 10 * WIRE_BLOCK) * torch.logspace(-6, 6, 10).repeat_interleave(WIRE_BLOCK)
@@ -69,6 +69,14 @@ def test_no_element_is_off_by_more_than_half_a_step_of_its_block(wire: str) -> N
     # fp8 has three bits behind the first one: half of the last, or half a step of its smallest numbers.
     half = torch.maximum(blocks.abs() / 16, scale / 2**10) if wire == "fp8" else scale / 2
     assert ((out.double().view_as(blocks) - blocks).abs() <= half * (1 + 1e-5)).all()
+
+
+def test_signs_have_the_mean_magnitude_of_their_block() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(2, 2 * WIRE_BLOCK + 5)  # of the last block, which is short, all elements count
+    _, out = _sent("sign", values)
+    for own, came in zip(values.split(WIRE_BLOCK, 1), out.split(WIRE_BLOCK, 1), strict=True):
+        torch.testing.assert_close(came, own.sign() * own.abs().mean(1, keepdim=True))
 
 
 @pytest.mark.parametrize("wire", FEWER_BITS)
