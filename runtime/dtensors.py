@@ -8,7 +8,7 @@ of their own, on any mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -41,6 +41,11 @@ def splits(placement: Placement) -> bool:
 def split_along(placement: Placement) -> int:
     """The dimension along which ranks hold different parts; 0 where they do not."""
     return placement.dim if splits(placement) else 0  # type: ignore[attr-defined, no-any-return]
+
+
+def split_dim(param: Tensor) -> int:
+    """The dimension along which our ranks split a parameter of ours; 0 where they do not."""
+    return split_along(param.placements[our_axes(param.device_mesh).ndim - 1]) if isinstance(param, DTensor) else 0
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -133,3 +138,8 @@ def own_part(value: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
     """The part that this rank has of ``value``, which is split over ``mesh`` along ``dim``; a view."""
     rows = rows_of(value.shape[dim], mesh.get_local_rank(mesh.ndim - 1), shard_ranks(mesh))
     return value.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def unfolded(full: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    """A parameter of ``shape`` of what is :func:`~zerograph.core.layout.folded` of it; a copy, unless ``dim`` is 0."""
+    return full.unflatten(0, (-1, shape[0])).movedim(0, dim).flatten(dim, dim + 1) if dim else full

@@ -74,6 +74,29 @@ def test_stages(options: dict[str, Any], own_optimizer: bool, chosen: tuple[int,
         check(result)
 
 
+def _signs() -> None:
+    """An optimizer that takes gradients of this rank, and gathers momenta, by itself."""
+    found = []
+    for stage in (0, 1):
+        torch._dynamo.reset()
+        model = Net()
+        backend = zerograph.backend(stage=stage, compute="eager")
+        model.compile(backend=backend)
+        optimizer = zerograph.optim.OneBitAdam(model.parameters(), lr=1e-2, freeze_step=2)
+        for step in range(5):
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(full_values(model))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_averages_as_signs() -> None:
+    run(WORLD, _signs)
+
+
 def _moved(path: str) -> None:
     model = Net()
     average = AveragedModel(model)

@@ -22,8 +22,8 @@ from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.units import format_ranks
 from zerograph.runtime.comm.communicator import Communicator
-from zerograph.runtime.comm.joined import other_axis
 from zerograph.runtime.executor.uncompiled import UncompiledReads
+from zerograph.runtime.joined import other_axis
 from zerograph.sharding import adopt
 from zerograph.sharding.forward import has_opened
 from zerograph.sharding.gathered import is_open
@@ -93,7 +93,11 @@ class Adoption:
         if ranks is not None and ranks.replicas > 1:
             return f"on a mesh of two axes, {ranks.replicas} replicas of {ranks.size} ranks"
         meshes = {p.device_mesh for p in self.params.values() if isinstance(p, DTensor)}
-        return "beside tensor parallelism" if any(other_axis(mesh) is not None for mesh in meshes) else ""
+        return (
+            "beside tensor parallelism, or divided experts"
+            if any(other_axis(mesh) is not None for mesh in meshes)
+            else ""
+        )
 
     def complete_gradients(self) -> None:
         """Reduce with the other ranks what no backward of this one has: gradients of what ranks read as they like."""

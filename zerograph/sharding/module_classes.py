@@ -26,6 +26,7 @@ from zerograph.core.layout import folded
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.torch_private import skip_frame
 from zerograph.runtime import delayed
+from zerograph.runtime.dtensors import unfolded
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import move_to_one_mesh, skip_getters
@@ -33,7 +34,7 @@ from zerograph.sharding.foreign_code import explained_methods
 from zerograph.sharding.forward import before_reading, count_own_forward, counting, inside
 from zerograph.sharding.parallel import Parallel
 from zerograph.sharding.shards import as_shard
-from zerograph.sharding.spec import ShardSpec, unfolded
+from zerograph.sharding.spec import ShardSpec
 from zerograph.sharding.torch_private import compiles_calls, original, set_shard
 from zerograph.sharding.uncompiled import read_uncompiled
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,11 +54,6 @@ class ShardSpec(NamedTuple):
     def computing_in(self, dtype: torch.dtype) -> ShardSpec:
         """That of the same parameter in another compute dtype."""
         return self._replace(dtype=dtype, reduce_dtype=default_reduce_dtype(dtype))
-
-
-def unfolded(full: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """A parameter of ``shape`` of what is :func:`~zerograph.core.layout.folded` of it; a copy, unless ``dim`` is 0."""
-    return full.unflatten(0, (-1, shape[0])).movedim(0, dim).flatten(dim, dim + 1) if dim else full
 
 
 def default_reduce_dtype(dtype: torch.dtype) -> torch.dtype:

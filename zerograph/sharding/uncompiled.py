@@ -13,10 +13,11 @@ from zerograph.core.plan import Param
 from zerograph.core.tracebacks import running_line
 from zerograph.graph.ops import UNSHARD
 from zerograph.runtime import delayed
+from zerograph.runtime.dtensors import unfolded
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding.markers import reads_of
 from zerograph.sharding.parallel import Parallel
-from zerograph.sharding.spec import ShardSpec, unfolded
+from zerograph.sharding.spec import ShardSpec
 
 
 @torch.compiler.disable

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zerograph.core.arguments import require
 from zerograph.core.errors import UnsupportedError
-from zerograph.core.layout import Layout
+from zerograph.core.layout import Layout, folded
 from zerograph.core.step import Param
 from zerograph.optim.algorithms.adam import ADAM
 from zerograph.optim.clip import power_sums
@@ -31,7 +31,7 @@ from zerograph.runtime.comm.collectives import LoneCommunicator, together
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, reason_of, sequence_of
 from zerograph.runtime.comm.feedback import Errors, anywhere, average, no_errors, sent_as_signs
-from zerograph.runtime.dtensors import is_sharded, own_slices
+from zerograph.runtime.dtensors import is_sharded, own_slices, split_dim, unfolded
 from zerograph.runtime.executor.accumulation import are_marks
 from zerograph.runtime.executor.local_gradients import HINT, LocalGradients
 from zerograph.runtime.torch_private import local_tensor
@@ -335,7 +335,7 @@ def _whole_gradient(param: Tensor, held: Tensor | None, is_mark: bool, name: str
         UnsupportedError: the rank has averages of its rows.
     """
     if held is not None and is_mark:
-        return held.to(torch.float32).view(param.shape)
+        return unfolded(held.to(torch.float32).view(_in_graphs(param)), param.shape, split_dim(param))
     if is_sharded(param):
         raise UnsupportedError(
             f"the gradient of {name} was averaged before freeze_step, at least in part, and the step is behind it",
@@ -347,17 +347,23 @@ def _whole_gradient(param: Tensor, held: Tensor | None, is_mark: bool, name: str
     return own if held is None else torch.add(own, held.view(own.shape))
 
 
+def _in_graphs(param: Tensor) -> list[int]:
+    """The shape in which programs gather and reduce it."""
+    dim = split_dim(param)
+    return folded(param.shape, dim, param.shape[dim] // local_tensor(param).shape[dim] if dim else 1)
+
+
 def _gather_momenta(rows: Sequence[_Row], comm: Communicator) -> None:
     """Give each rank the whole momenta, of which steps of AdamW and checkpoints may have left it its rows."""
     split = [row for row in rows if is_sharded(row.state["exp_avg"])]
     if split:
         home, single = Layout("rows", comm.world_size), "float32"
-        params = [Param(row.name, tuple(row.param.shape), single, single, single, False, home) for row in split]
+        params = [Param(row.name, tuple(_in_graphs(row.param)), single, single, single, False, home) for row in split]
         shards = [local_tensor(row.state["exp_avg"]) for row in split]
         with together(comm, Entry(_PROGRAM, sequence_of(["momenta", *(p.name for p in params)]), comm.steps)):
             whole = [momentum.clone() for momentum in comm.finish_gather(comm.start_gather(params, shards))]
         for row, momentum in zip(split, whole, strict=True):
-            row.state["exp_avg"] = momentum
+            row.state["exp_avg"] = unfolded(momentum, row.param.shape, split_dim(row.param))
     for row in rows:
         row.state["exp_avg"] = local_tensor(row.state["exp_avg"])
 
