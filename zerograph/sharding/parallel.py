@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -113,12 +114,13 @@ def mesh_with_experts(params: Iterable[Tensor], mesh: DeviceMesh) -> DeviceMesh 
 
 def _before(axis: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
     """The mesh of ``axis`` and one before it that together have the ranks of ``mesh`` in their order."""
-    root, ranks = axis._get_root_mesh(), mesh.mesh.flatten()
+    root, ranks, size = axis._get_root_mesh(), mesh.mesh.tolist(), axis.size()
+    row, place = divmod(ranks.index(dist.get_rank()), size)
+    if axis.mesh.tolist() != ranks[row * size : (row + 1) * size]:
+        return None
     for name in root.mesh_dim_names or ():
-        if name not in (axis.mesh_dim_names or ()) and root[name].size() * axis.size() == len(ranks):
-            both = joined(root[name], axis, of_experts=True)
-            if bool((both.mesh.flatten() == ranks).all()):
-                return both
+        if root[name].mesh.tolist() == ranks[place::size]:
+            return joined(root[name], axis, of_experts=True)
     return None
 
 
