@@ -15,9 +15,10 @@ Prediction. By bytes: of P bytes of fp32 parameters a ring over all ranks sends 
 and 2, and replicas no longer than `fully_shard` on the same mesh. Int8 gathers are 0.13 P each, and an int4 reduction
 0.06 P: 0.31 P at stage 3 and a third of its time. In parts of the batch each weight is gathered twice
 and reduced once, whatever the parts: of eight an eighth of the loop's bytes, and 0.2 of its time, as the link is what a
-step waits for. Of a Mixtral experts are nine tenths of P. Divided over all four ranks these are not sent at all, and
+step waits for. Of a Mixtral experts are eight tenths of P. Divided over all four ranks these are not sent at all, and
 256 tokens of 2 choices of each rank, 1 KiB each, go to the other host 5 times in half of the cases: 2.6 MB in each of
-4 layers and 11 MB per host. Divided inside of hosts they halve what two levels reduce and gather between these.
+4 layers and 11 MB per host. Divided inside of hosts they halve what goes between these: wrong, as two levels
+do so already.
 
 Method. As in `step.py`: each variant has its own processes, the order rotates from round to round, ratios are taken
 within a round, and losses are compared with DDP's. Bytes are those that the first host has sent meanwhile.

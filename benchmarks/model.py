@@ -53,8 +53,9 @@ class Workload:
         return 6 * tokens * (weights + attention)
 
     def describe(self) -> str:
+        name = "GPT" if self.model == "gpt" else self.model
         return (
-            f"GPT, {self.layers} layers, d={self.dim}, {self.heads} heads, vocabulary {self.vocab}: "
+            f"{name}, {self.layers} layers, d={self.dim}, {self.heads} heads, vocabulary {self.vocab}: "
             f"{self.parameters / 1e6:.1f} M parameters; batch {self.batch} x {self.seq} per rank, {self.dtype}, "
             f"{self.flops / 1e9:.1f} GFLOP of matrix products per rank and step"
         )
