@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from zerograph.core.layout import Layout, Portion, transition
+from zerograph.core.layout import Layout, Portion, split_dimension, transition
 from zerograph.core.step import Param
 
 CHANGES = {
@@ -46,3 +46,11 @@ def test_only_rows_are_divided() -> None:
     assert ([rows.rows(7, rank) for rank in range(3)], rows.most(7)) == ([slice(0, 3), slice(3, 6), slice(6, 7)], 3)
     assert (whole.rows(7, 2), whole.most(7)) == (slice(0, 7), 7)
     assert rows.over(3) is rows and str(rows.over(1)) == "rows over 1 rank" and str(whole) == "whole over 3 ranks"
+
+
+def test_few_rows_are_split_along_another_dimension() -> None:
+    assert split_dimension((8, 2), 4) == 0 and split_dimension((4,), 4) == 0
+    assert split_dimension((2, 8, 3), 4) == 1 and split_dimension((1, 3, 4), 4) == 2
+    assert split_dimension((8, 8, 3), 4) == 0 and split_dimension((8, 8, 3), 4, by_rows=False) == 1
+    # Matrices and vectors are small then, and the last has no dimension that four divide.
+    assert [split_dimension(shape, 4) for shape in ((2, 8), (3,), (), (2, 3, 5))] == [None] * 4

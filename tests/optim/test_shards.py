@@ -17,12 +17,13 @@ from optim.training import PAIRS
 from ranks import run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zerograph
 import zerograph.optim as native
 from zerograph.core.errors import UnsupportedError
+from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.optim import host
 from zerograph.sharding.shards import as_shard
 
@@ -260,12 +261,24 @@ def _placements() -> None:
     both.append(nn.Parameter(DTensor.from_local(torch.ones(2, 2), two, [dist.tensor.Replicate(), split])))
     for each in both:
         each.grad = torch.ones_like(each)
-    with pytest.raises(UnsupportedError, match="split over 2 process groups"):
-        zerograph.clip_grad_norm_(both, 1.0)
+    assert zerograph.clip_grad_norm_(both, 1e9).item() == pytest.approx(12**0.5), "two meshes of the same ranks"
 
 
 def test_placements() -> None:
     run(2, _placements)
+
+
+def test_norms_over_meshes_of_other_ranks_are_refused() -> None:
+    """Their ranks may come to the groups of both in other orders."""
+    with simulated_rank(0, 4):
+        meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2, 3], [0, 1])]
+        both = [
+            nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False)) for mesh in meshes
+        ]
+        for each in both:
+            each.grad = torch.ones_like(each)
+        with pytest.raises(UnsupportedError, match="split over 2 process groups"):
+            zerograph.clip_grad_norm_(both, 1.0)
 
 
 def _on_two_meshes() -> None:

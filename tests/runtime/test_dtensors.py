@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from zerograph.core.layout import is_divided, rows_of
+from zerograph.core.layout import Layout, folded, is_divided, rows_of
 from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.runtime import dtensors
 
@@ -25,7 +25,8 @@ def test_a_parameter_is_read_as_it_is_placed(sharded: bool) -> None:
             assert dtensors.groups_of_ranks(param) == (mesh.get_group(),)
             assert dtensors.group_of_ranks(param) is mesh.get_group() and dtensors.has_first_replica(param)
         assert dtensors.shard_ranks(mesh) == 4
-        assert dtensors.own_rows(7, mesh) == rows_of(7, 1, 4) == slice(2, 4)
+        assert dtensors.own_part(torch.arange(7), mesh).tolist() == [2, 3] and rows_of(7, 1, 4) == slice(2, 4)
+        assert dtensors.own_part(torch.arange(8).view(2, 4), mesh, 1).tolist() == [[1], [5]]
 
 
 @pytest.mark.parametrize("rank", range(6))
@@ -44,7 +45,24 @@ def test_a_mesh_of_two_axes_splits_rows_over_the_last(rank: int) -> None:
         assert (dtensors.split_over(split), dtensors.split_over(whole)) == (mesh, None)
         assert dtensors.has_first_replica(split) == (rank < 3)
         assert dtensors.shard_ranks(mesh) == 3
-        assert dtensors.own_rows(7, mesh) == rows_of(7, rank % 3, 3)
+        own = rows_of(7, rank % 3, 3)
+        assert dtensors.own_part(torch.arange(7), mesh).tolist() == list(range(7))[own]
+
+
+def test_another_dimension_is_split_as_if_by_rows() -> None:
+    """What graphs have is the parts of all ranks, one behind the other, and comes back as the parameter."""
+    with simulated_rank(1, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        for dim, shape in ((1, (2, 8, 3)), (2, (1, 3, 4)), (0, (8, 2))):
+            whole = torch.arange(torch.Size(shape).numel()).view(shape)
+            own = dtensors.own_part(whole, mesh, dim)
+            param = DTensor.from_local(own, mesh, dtensors.placements_of(True, mesh, dim), run_check=False)
+            assert dtensors.split_dim(param) == dim and param.shape == shape
+            rows = torch.cat(whole.chunk(4, dim))
+            assert dtensors.shared_by_us(param) == (tuple(rows.shape), Layout("rows", 4))
+            assert folded(shape, dim, 4) == list(rows.shape)
+            assert torch.equal(dtensors.unfolded(rows, shape, dim), whole)
+        assert dtensors.split_dim(torch.ones(2)) == 0
 
 
 def test_a_plain_tensor_is_whole() -> None:
