@@ -36,8 +36,10 @@ def main(folder: Path) -> None:
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     rank, losses = dist.get_rank(), list[float]()
     for step in range(first, STEPS):
-        if rank == 3 and step == KILLED and not first:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == KILLED and not first:
+            dist.barrier()  # all have written their losses
+            if rank == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
         losses += train(model, optimizer, ROWS, [step])
         (folder / f"rank {rank} from {first}.json").write_text(json.dumps(losses))
         if (step + 1) % EVERY == 0:

@@ -28,27 +28,24 @@ class LocalGradients:
         self.name, self._params = name, weakref.WeakMethod(params)
         _ALL.add(self)
 
-    @property
-    def ids(self) -> set[int]:
-        """Its parameters by ``id``."""
+    def wants(self, param: Tensor) -> bool:
+        """Whether ``param`` is one of them."""
         params = self._params()
-        return set(map(id, params())) if params is not None else set()
+        return params is not None and any(own is param for own in params())
 
 
 def taker(params: Iterable[Tensor]) -> LocalGradients | None:
-    """Who wants each rank's own gradients of some of ``params``."""
-    wanted = [(each, ids) for each in list(_ALL) if (ids := each.ids)]
-    if not wanted:
-        return None  # as in most processes, in every step
-    own = set(map(id, params))
-    return next((each for each, ids in wanted if not own.isdisjoint(ids)), None)
+    """Who wants each rank's own gradients of the trainable ones of ``params``, those of a backend: an optimizer has all
+    of these, or none. Asked for each gradient of a backward, so that one parameter has to tell."""
+    first = next((param for param in params if param.requires_grad), None) if _ALL else None
+    return next((each for each in list(_ALL) if each.wants(first)), None) if first is not None else None
 
 
 def refuse_reading(params: Iterable[Tensor]) -> None:
     """Raises:
     UnsupportedError: the gradients of ``params`` are about to be read as averages, and are a rank's own.
     """
-    found = taker(params)
+    found = next((one for param in params if (one := taker([param])) is not None), None)
     if found is not None:
         raise UnsupportedError(
             f"{found.name} averages momenta and not gradients by now: each rank has its own, and ranks would clip them "

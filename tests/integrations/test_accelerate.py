@@ -224,7 +224,7 @@ def _tensor_parallel(path: str) -> list[tuple[float, float]]:
     assert up.device_mesh.mesh_dim_names == ("dp_shard", "tp") and len(up.to_local()) * 4 == len(up)
     resumed = Run(3, rows=2, **options)
     resumed.accelerator.load_state(path)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM is not parallel"):
+    with pytest.raises(ConfigError, match="tp_size=2 was given, and LlamaForCausalLM is not parallel"):
         resumed.accelerator.prepare(llama())
     return curve + resumed.train(range(4, 8))
 

@@ -382,9 +382,10 @@ def _names() -> None:
     one, other = _registered(_Experts(torch.relu)), _registered(_Experts(torch.tanh))
     assert one != other and one == _registered(_Experts(torch.relu).eval())
     assert _registered(_Experts(nn.ReLU())) == _registered(_Experts(nn.ReLU()))
+    assert _registered(_Experts(nn.ELU(1.0))) != _registered(_Experts(nn.ELU(2.0)))
     with pytest.raises(UnsupportedError, match="a function without a name"):
         _registered(_Experts(lambda x: x))
-    with pytest.raises(UnsupportedError, match=r"act_fn\.weight, a parameter that its experts share"):
+    with pytest.raises(UnsupportedError, match=r"act_fn\.weight, which its experts share"):
         _registered(_Experts(nn.PReLU()))
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
@@ -150,7 +151,9 @@ class Language(lightning.LightningModule):
         mesh = self.device_mesh if isinstance(self.trainer.strategy, ZeroGraphStrategy) else None
         if mesh is not None and mesh["tensor_parallel"].size() > 1:
             plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-            parallelize_module(self.model.model.layers[0].mlp, mesh["tensor_parallel"], plan)
+            mlp = self.model.model.layers[0].mlp
+            if not isinstance(mlp.up_proj.weight, DTensor):  # each run of a Trainer calls this
+                parallelize_module(mlp, mesh["tensor_parallel"], plan)
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         if self.curve:
@@ -214,6 +217,7 @@ def test_trainer_trains_as_under_ddp(trainer: Any) -> None:
 
 def _tensor_parallel(path: str) -> tuple[Curve, dict[str, Tensor]]:
     module = fit(path, 3, 4, rows=2, tensor_parallel_size=2)
+    module.trainer.validate(module, loader(2))  # which sets up anew
     up = module.model.model.layers[0].mlp.up_proj.weight
     assert up.device_mesh.mesh_dim_names == ("data_parallel", "tensor_parallel") and 4 * len(up.to_local()) == len(up)
     with pytest.raises(ConfigError, match="leaves none to shard over"):

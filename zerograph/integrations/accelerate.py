@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import zerograph
 from zerograph.api import Backend, refuse_other_backends
 from zerograph.core.arguments import require
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.integrations.models import compile_call, held_back
+from zerograph.integrations.models import compile_call, held_back, require_parallel
+from zerograph.runtime.executor import late_gradients
 
 
 class Accelerator(accelerate.Accelerator):
@@ -130,7 +130,9 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         self.unscale_gradients()
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        late_gradients.complete(params)
+        torch.nn.utils.clip_grad_value_(params, clip_value)
 
 
 def generate_in_step(model: nn.Module) -> None:
@@ -238,18 +240,12 @@ def _refuse_axes(config: accelerate.ParallelismConfig) -> None:
 
 
 def _require_parallel(model: nn.Module, accelerator: accelerate.Accelerator) -> None:
-    """Whether tensor parallelism that a ``parallelism_config`` tells of is in ``model``.
-
-    Raises:
-        ConfigError: it is not: ranks would train on the same samples, and count them twice.
-    """
     config = accelerator.state.parallelism_config
-    if config is None or config.tp_size == 1:
-        return
-    axis = accelerator.torch_device_mesh["tp"]
-    if not any(isinstance(param, DTensor) and param.device_mesh == axis for param in model.parameters()):
-        raise ConfigError(
-            f"parallelism_config has tp_size={config.tp_size}, and {type(model).__name__} is not parallel",
+    if config is not None and config.tp_size > 1:
+        require_parallel(
+            model,
+            accelerator.torch_device_mesh["tp"],
+            f"parallelism_config with tp_size={config.tp_size}",
             'before prepare(): parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)',
         )
 

@@ -122,14 +122,12 @@ def _registered(layer: Any) -> str:
     Raises:
         UnsupportedError: what they compute has no name, or they have parameters that are no expert's.
     """
-    inside = [name for name, _ in layer.named_parameters() if "." in name]
+    inside = [name for name, _ in layer.named_parameters() if "." in name] + [name for name, _ in layer.named_buffers()]
     if inside:
         raise UnsupportedError(
-            f"{type(layer).__name__} has {inside[0]}, a parameter that its experts share", "such models are not divided"
+            f"{type(layer).__name__} has {inside[0]}, which its experts share", "models of such experts are not divided"
         )
-    facts = {name: _fact(layer, name, value) for name, value in sorted(vars(layer).items()) if _tells(name)}
-    children = ", ".join(map(repr, layer.children()))
-    name = f"{type(layer).__module__}.{type(layer).__qualname__} {facts} {children}"
+    name = "; ".join(f"{path}: {_described(module)}" for path, module in layer.named_modules())
     names = _PARAMETERS[name] = tuple(attribute for attribute, _ in layer.named_parameters(recurse=False))
     alike = copy.copy(layer)
     alike._parameters = {}
@@ -147,16 +145,21 @@ def _registered(layer: Any) -> str:
     return name
 
 
-def _tells(name: str) -> bool:
-    return not name.startswith("_") and name not in ("training", "config")
+def _described(module: nn.Module) -> str:
+    told = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in _NO_FACTS}
+    facts = {name: _fact(module, name, value) for name, value in sorted(told.items())}
+    return f"{type(module).__module__}.{type(module).__qualname__} {facts}"
 
 
-def _fact(layer: Any, name: str, value: Any) -> Any:
+_NO_FACTS = ("training", "config")
+
+
+def _fact(module: nn.Module, name: str, value: Any) -> Any:
     if callable(value) and not isinstance(value, nn.Module):
         known = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '<unnamed>')}"
         if "<" in known:
             raise UnsupportedError(
-                f"{type(layer).__name__}.{name} is {value!r:.80}, a function without a name",
+                f"{type(module).__name__}.{name} is {value!r:.80}, a function without a name",
                 "make it a module, or a function of a module",
             )
         return known

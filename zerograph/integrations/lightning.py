@@ -38,7 +38,7 @@ from zerograph.api import Backend, refuse_other_backends
 from zerograph.core.arguments import require, require_flag
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.core.units import is_number
-from zerograph.integrations.models import compile_call, held_back
+from zerograph.integrations.models import compile_call, held_back, require_parallel
 from zerograph.sharding.module_classes import plain_class
 
 State = dict[str, Any]
@@ -71,6 +71,7 @@ class _DataParallel(_Mixed):
             "leave one of them out",
         )
         self.zerograph_backend, self._tensor_parallel = backend, tensor_parallel_size
+        self._mesh_of_first: Any = None
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **options)
 
     def setup_environment(self) -> None:
@@ -83,9 +84,25 @@ class _DataParallel(_Mixed):
         # The strategy asks for both before it makes its mesh.
         self._data_parallel_size, self._tensor_parallel_size = processes // self._tensor_parallel, self._tensor_parallel
         super().setup_environment()  # type: ignore[misc]
-        if self._tensor_parallel > 1:
+        if self._tensor_parallel > 1 and self._mesh_of_first is None:
+            self._mesh_of_first = self.device_mesh
             mesh = self.device_mesh["data_parallel"]
             self.zerograph_backend = Backend(replace(self.zerograph_backend.config, mesh=mesh))
+        elif self._tensor_parallel > 1:  # a Trainer sets up each time, and models stay on the mesh that they are on
+            self._device_mesh = self._mesh_of_first
+            if getattr(self, "lightning_module", None) is not None:
+                self.lightning_module._device_mesh = self._mesh_of_first  # type: ignore[attr-defined]
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Shard and compile ``module``, once it is parallel, where it is to be."""
+        if self._tensor_parallel > 1:
+            require_parallel(
+                module,
+                self.device_mesh["tensor_parallel"],
+                f"tensor_parallel_size={self._tensor_parallel}",
+                'parallelize it on strategy.device_mesh["tensor_parallel"], in configure_model or before setup',
+            )
+        return shard_and_compile(module, self.zerograph_backend)
 
 
 class ZeroGraphFabricStrategy(_DataParallel, FabricModelParallel):  # type: ignore[misc]
@@ -102,7 +119,7 @@ class ZeroGraphFabricStrategy(_DataParallel, FabricModelParallel):  # type: igno
 
     def __init__(self, backend: Backend, save_distributed_checkpoint: bool = True, **options: Any) -> None:
         def shard(module: nn.Module, mesh: Any) -> nn.Module:
-            return shard_and_compile(module.to(self.root_device), self.zerograph_backend)
+            return self.shard(module.to(self.root_device))
 
         super().__init__(backend, save_distributed_checkpoint, parallelize_fn=shard, **options)
         self._backward_sync_control = _BackwardSync(self)
@@ -157,8 +174,8 @@ class ZeroGraphFabricStrategy(_DataParallel, FabricModelParallel):  # type: igno
 class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[misc]
     """Shards and compiles under Lightning: ``Trainer(strategy=ZeroGraphStrategy(zerograph.backend(stage=3)))``.
 
-    The LightningModule needs no ``configure_model``. Its own call is compiled, where it has a ``forward``, and so are
-    those of its children. Arguments are those of :class:`ZeroGraphFabricStrategy`.
+    The LightningModule needs no ``configure_model``, unless it is parallelized in that. Its own call is compiled, if it
+    has a ``forward``, and so are those of its children. Arguments are those of :class:`ZeroGraphFabricStrategy`.
     """
 
     @property
@@ -179,7 +196,7 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
         self.accelerator.setup(trainer)
         self.model: nn.Module = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        shard_and_compile(self.model, self.zerograph_backend)
+        self.shard(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)

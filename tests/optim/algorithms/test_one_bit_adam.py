@@ -262,12 +262,13 @@ def _with_errors_of_others(stage: int) -> list[str]:
     model, _, optimizer = made(stage)
     trained(model, optimizer, range(10), rank)
     saved = copy.deepcopy(optimizer.state_dict())
-    for group in saved["param_groups"]:
-        group["errors_of"] = (rank, WORLD + 1)
+    for number, state in saved["state"].items():
+        saved["state"][number] = {name.replace(f"of {WORLD}", f"of {WORLD + 1}"): v for name, v in state.items()}
     with warned() as messages:
         optimizer.load_state_dict(saved)
         trained(model, optimizer, range(10, 12), rank)
-    own = sum(local_tensor(state["error"]).numel() for state in optimizer.state.values())
+    assert not any(f"of {WORLD + 1}" in name for state in optimizer.state.values() for name in state)
+    own = sum(local_tensor(state[f"error of rank {rank} of {WORLD}"]).numel() for state in optimizer.state.values())
     assert own == sum(p.numel() for p in Net().parameters())
     return messages
 
@@ -276,7 +277,7 @@ def _with_errors_of_others(stage: int) -> list[str]:
 def test_errors_of_other_ranks_are_left_out_with_a_word(stage: int) -> None:
     for rank, messages in enumerate(run(WORLD, _with_errors_of_others, stage)):
         (message,) = messages
-        assert f"those of rank {rank} of 3, and this is rank {rank} of 2" in message
+        assert f"has no error of rank {rank} of 2" in message
 
 
 def test_one_process_compresses_too() -> None:
@@ -464,23 +465,33 @@ def test_ranks_that_have_gradients_of_other_parameters_hear_of_it() -> None:
         run(WORLD, _different_gradients)
 
 
+def _loaded(model: Any, optimizer: Any, folder: str) -> None:
+    found = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+
 def _through_dcp(stage: int, folder: str) -> list[str]:
     rank = _rank()
     model, backend, optimizer = made(stage)
     trained(model, optimizer, range(10), rank)
     saved = get_state_dict(model, optimizer)
     dcp.save({"model": saved[0], "optimizer": saved[1]}, checkpoint_id=folder)
+    trained(model, optimizer, range(10, STEPS), rank)
+    expected = values(model)
+    _loaded(model, optimizer, folder)  # the optimizer that has trained, whose errors are its rank's
+    trained(model, optimizer, range(10, STEPS), rank)
+    torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
+    _loaded(model, optimizer, folder)
     for state in optimizer.state.values():
-        state["error"].zero_()
-        state["averaged_error"].zero_()
+        for name in (f"error of rank {rank} of {WORLD}", f"averaged error of rank {rank} of {WORLD}"):
+            state[name].zero_()
     trained(model, optimizer, range(10, STEPS), rank)
     expected = values(model)
     model, backend, optimizer = made(stage)
     zerograph.shard(model, backend)
     with warned() as messages:
-        found = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.load(found, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        _loaded(model, optimizer, folder)
         assert optimizer.is_frozen
         trained(model, optimizer, range(10, STEPS), rank)
     torch.testing.assert_close(values(model), expected, rtol=0, atol=0)

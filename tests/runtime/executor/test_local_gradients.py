@@ -28,7 +28,7 @@ class Optimizer:
 def test_an_optimizer_takes_those_of_its_parameters_while_it_lives_and_wants_them() -> None:
     mine, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = Optimizer(mine)
-    assert taker([other, mine]) is optimizer.local and taker([other]) is None
+    assert taker([mine, other]) is optimizer.local and taker([other]) is None
     accumulation = GradientAccumulation({"mine": mine})
     assert accumulation.active and accumulation.taker is optimizer.local
     assert not GradientAccumulation({"other": other}).active

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class _Averaged:
         grad: of this rank alone, whole, in float32; the loss was multiplied by ``scale``.
         group, state: of the optimizer. ``exp_avg`` is the whole momentum on each rank, ``exp_avg_sq`` the variance of
             the rows that this one has.
+        own: the names in ``state`` of this rank's errors; checkpoints take what has one name for one thing.
     """
 
     param: Param
@@ -70,6 +71,7 @@ class _Averaged:
     scale: float
     group: Mapping[str, Any]
     state: dict[str, Any]
+    own: tuple[str, str]
 
     @property
     def momentum(self) -> Tensor:
@@ -80,7 +82,7 @@ class _Averaged:
     @property
     def errors(self) -> Errors:
         """As the state dict has them."""
-        return Errors(self.state["error"], self.state["averaged_error"])
+        return Errors(*(self.state[name] for name in self.own))
 
     def update(self, momentum: Tensor) -> None:
         """Take the ranks' ``momentum``, and change this rank's rows by it: Adam's update with the variance as it is.
@@ -148,7 +150,7 @@ class OneBitAdam(HostOptimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "freeze_step": freeze_step,
             "amsgrad": False, "maximize": False, "decoupled_weight_decay": True,
             "taken": 0,  # steps
-            "errors_of": None,  # the rank, and how many there are, once the variance is frozen
+            "corrected": False,  # for its bias, the variance, which is frozen then
         }  # fmt: skip
         super().__init__(params, Options(), defaults)
 
@@ -161,8 +163,8 @@ class OneBitAdam(HostOptimizer):
         """Whether the variance stays as it is, and backwards leave each rank its own gradients."""
         return any(group["taken"] >= group["freeze_step"] for group in self.param_groups)
 
-    def _unreduced(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]] if self.is_frozen else []
+    def _unreduced(self) -> Iterable[Tensor]:
+        return (p for group in self.param_groups for p in group["params"]) if self.is_frozen else ()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, before ``freeze_step``.
@@ -197,7 +199,7 @@ class OneBitAdam(HostOptimizer):
         freeze_step = self.param_groups[0]["freeze_step"]
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            for name, value in (("freeze_step", freeze_step), ("taken", 0), ("errors_of", None)):
+            for name, value in (("freeze_step", freeze_step), ("taken", 0), ("corrected", False)):
                 group.setdefault(name, value)
 
     def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
@@ -262,7 +264,8 @@ class OneBitAdam(HostOptimizer):
                     "a larger freeze_step, by which all parameters have had gradients",
                 )
             grad = _whole_gradient(param, held.get(id(param)), is_mark, called)
-            yield _Averaged(sent_as_signs(row.name, param.shape, comm.world_size), param, grad, scale, group, row.state)
+            sent = sent_as_signs(row.name, param.shape, comm.world_size)
+            yield _Averaged(sent, param, grad, scale, group, row.state, _names_of_errors(comm))
 
     def _rows_of_all(self) -> Iterator[_Row]:
         for number, group in enumerate(self.param_groups):
@@ -272,28 +275,28 @@ class OneBitAdam(HostOptimizer):
 
     def _freeze(self, comm: Communicator) -> None:
         """Bring states into the form that frozen steps have; errors of another rank, or of none, are left out."""
-        own, known = (comm.rank, comm.world_size), self.param_groups[0]["errors_of"]
+        own, corrected = _names_of_errors(comm), self.param_groups[0]["corrected"]
         rows = [row for row in self._rows_of_all() if "exp_avg_sq" in row.state]
         _gather_momenta(rows, comm)
         # From here on nothing fails, so that no variance is corrected twice.
-        others = known is not None and tuple(known) != own
-        lacking = [row for row in rows if others or "error" not in row.state]
-        if known is not None and lacking:
+        lacking = [row for row in rows if own[0] not in row.state]
+        if corrected and lacking:
             log.warning(
-                "OneBitAdam begins without the errors of signs: the state dict has those of %s, and this is rank %d of "
-                "%d; it adds nothing to momenta once\n\nhint: save and load a state dict on each rank of as many, with "
-                "torch.save, to go on as if nothing was", f"rank {known[0]} of {known[1]}" if others else "no rank",
-                *own,
+                "OneBitAdam begins without the errors of signs: the state dict has no %s, and adds nothing to momenta "
+                "once\n\nhint: save and load a state dict on each rank of as many, with torch.save, to go on as if "
+                "nothing was", own[0],
             )  # fmt: skip
         for row in lacking:
             param = sent_as_signs(row.name, row.param.shape, comm.world_size)
             errors = no_errors(param, comm.rank, row.state["exp_avg"].device)
-            row.state["error"], row.state["averaged_error"] = errors.sent, errors.averaged
-        if known is None:
-            for row in rows:
+            row.state.update(zip(own, (errors.sent, errors.averaged), strict=True))
+        for row in rows:
+            for name in [name for name in row.state if name.startswith(_ERRORS) and name not in own]:
+                del row.state[name]
+            if not corrected:
                 local_tensor(row.state["exp_avg_sq"]).div_(1 - row.group["betas"][1] ** float(row.state["step"]))
         for group in self.param_groups:
-            group["errors_of"] = own
+            group["corrected"] = True
 
     def _refuse_dtypes(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -345,6 +348,14 @@ def _whole_gradient(param: Tensor, held: Tensor | None, is_mark: bool, name: str
     assert param.grad is not None
     own = local_tensor(param.grad).to(torch.float32)
     return own if held is None else torch.add(own, held.view(own.shape))
+
+
+_ERRORS = ("error of rank", "averaged error of rank")
+
+
+def _names_of_errors(comm: Communicator) -> tuple[str, str]:
+    sent, averaged = (f"{name} {comm.rank} of {comm.world_size}" for name in _ERRORS)
+    return sent, averaged
 
 
 def _in_graphs(param: Tensor) -> list[int]:
