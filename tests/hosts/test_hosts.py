@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exact import TWO_LEVELS
-from host_ranks import PORT, Net, assert_mean, batch, run_on, torchrun, train, two_of_each
+from host_ranks import LIMIT, PORT, Net, assert_mean, batch, run_on, torchrun, train, two_of_each
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerograph
@@ -182,15 +182,15 @@ def _cut_link(seconds: float) -> None:
 @pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_link_that_is_cut_for_good_ends_the_program_on_both_sides(hosts: list[Any], rank: int) -> None:
     """Rank 0 serves the store, through which ranks tell each other of failures."""
-    for found in run_on(two_of_each(hosts), _cut, rank, math.inf, limit=10):
-        assert found.error and found.seconds < 30, found
+    for found in run_on(two_of_each(hosts), _cut, rank, math.inf):
+        assert found.error and found.seconds < 3 * LIMIT, found
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_link_that_comes_back_is_waited_for(hosts: list[Any], seconds: float) -> None:
-    found = run_on(two_of_each(hosts), _cut, 2, seconds, limit=60)
+    found = run_on(two_of_each(hosts), _cut, 2, seconds, limit=120)
     assert [rank.error for rank in found] == [""] * 4
     # Roundings grow in so many steps.
     assert_mean([rank.losses for rank in found], _expected(4, CUT_STEPS), rtol=1e-4)
     # TCP tries again after as long as it has waited so far.
-    assert all(seconds < rank.seconds < 60 for rank in found)
+    assert all(seconds < rank.seconds < 120 for rank in found)
