@@ -50,7 +50,8 @@ def test_only_rows_are_divided() -> None:
 
 def test_few_rows_are_split_along_another_dimension() -> None:
     assert split_dimension((8, 2), 4) == 0 and split_dimension((4,), 4) == 0
-    assert split_dimension((2, 8, 3), 4) == 1 and split_dimension((1, 3, 4), 4) == 2
+    assert split_dimension((2, 8, 3), 4) == 1 and split_dimension((2, 3, 4), 4) == 2
     assert split_dimension((8, 8, 3), 4) == 0 and split_dimension((8, 8, 3), 4, by_rows=False) == 1
+    assert split_dimension((1, 3, 4), 4) is None and split_dimension((1, 3, 4), 4, by_rows=False) == 2
     # Matrices and vectors are small then, and the last has no dimension that four divide.
     assert [split_dimension(shape, 4) for shape in ((2, 8), (3,), (), (2, 3, 5))] == [None] * 4

@@ -27,7 +27,8 @@ WORLD, EXPERTS, WIDTH = 4, 2, 8
 
 
 class Net(nn.Module):
-    """Two experts of all tokens; ``position`` has one row, and ``odd`` no dimension that four ranks divide."""
+    """Two experts of all tokens; ``wide`` divides by its last dimension alone. Whole stay ``position``, of one row, and
+    ``odd``, of which four ranks divide none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,11 +37,12 @@ class Net(nn.Module):
         self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / WIDTH)
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / WIDTH)
         self.position, self.odd = nn.Parameter(torch.randn(1, 6, WIDTH)), nn.Parameter(torch.randn(2, 3, 5))
+        self.wide = nn.Parameter(torch.randn(2, 3, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.einsum("nw,ehw->enh", self.inner(x), self.up).relu()
         found = torch.einsum("enh,ewh->nw", hidden, self.down)
-        return self.head(found + self.position.mean((0, 1)) * self.odd.mean())
+        return self.head(found + (self.position.mean((0, 1)) + self.wide.mean((0, 1))) * self.odd.mean())
 
 
 def native(model: nn.Module) -> torch.optim.Optimizer:
@@ -106,7 +108,11 @@ def _moved(path: str) -> None:
     model(x).square().mean().backward()
     assert isinstance(model.up, DTensor) and model.up.placements == (Shard(1),) and model.up.to_local().is_contiguous()
     assert isinstance(model.up.grad, DTensor) and model.up.grad.to_local().shape == (EXPERTS, 2 * WIDTH // WORLD, WIDTH)
-    assert model.position.placements == (Shard(2),) and model.odd.placements == (Replicate(),)  # type: ignore[attr-defined]
+    assert [getattr(model, name).placements for name in ("wide", "position", "odd")] == [
+        (Shard(2),),
+        (Replicate(),),
+        (Replicate(),),
+    ]
     values = full_values(model)
     average.update_parameters(model)
     assert_same(full_values(average.module), values)

@@ -272,13 +272,15 @@ def test_norms_over_meshes_of_other_ranks_are_refused() -> None:
     """Their ranks may come to the groups of both in other orders."""
     with simulated_rank(0, 4):
         meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2, 3], [0, 1])]
-        both = [
-            nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False)) for mesh in meshes
-        ]
-        for each in both:
-            each.grad = torch.ones_like(each)
+        # Each by itself: torch keeps the meshes of results, and groups of other tests have had the same names.
+        both, grads = (
+            [DTensor.from_local(torch.ones(2), m, [Shard(0)], run_check=False) for m in meshes] for _ in "ab"
+        )
+        params = list(map(nn.Parameter, both))
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
         with pytest.raises(UnsupportedError, match="split over 2 process groups"):
-            zerograph.clip_grad_norm_(both, 1.0)
+            zerograph.clip_grad_norm_(params, 1.0)
 
 
 def _on_two_meshes() -> None:

@@ -64,10 +64,17 @@ def is_divided(shape: Sequence[int], ranks: int) -> bool:
 
 def split_dimension(shape: Sequence[int], ranks: int, *, by_rows: bool = True) -> int | None:
     """The dimension along which ranks split a parameter of that ``shape``: its rows, where :func:`is_divided`; of three
-    or more, such as a few experts, else the first that ``ranks`` divide evenly. None where it stays unsharded."""
+    or more, with the rows of a few experts, else the first that ``ranks`` divide evenly. None where it stays unsharded,
+    as one of a single row does, which positions and tokens of models for images have: it is small.
+
+    Args:
+        by_rows: False asks for another dimension, of one row as well.
+    """
     if by_rows and is_divided(shape, ranks):
         return 0
-    return next((dim for dim in range(1, len(shape)) if len(shape) > 2 and shape[dim] % ranks == 0), None)
+    if len(shape) < 3 or (by_rows and shape[0] == 1):
+        return None
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), None)
 
 
 def folded(shape: Sequence[int], dim: int, ranks: int) -> list[int]:
