@@ -15,12 +15,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from numerics.compare import Steps, Values, assert_same, close, full_values, mean_over_ranks, seeded
+from numerics.compare import Steps, Values, assert_same, close, full_values, load, mean_over_ranks, save, seeded
 from ranks import run
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -261,17 +259,13 @@ def test_values_go_in_and_out(tmp_path: Path) -> None:
 def _saved(path: str) -> tuple[list[float], Values]:
     training = Training((2, 2), stage=3)
     training.run(range(2))
-    states, moments = get_state_dict(training.model, training.optimizer)
-    dcp.save({"model": states, "optimizer": moments}, checkpoint_id=path)
+    save(training, path)
     return training.run(range(2, 4))
 
 
 def _resumed(path: str, shape: tuple[int, int]) -> tuple[list[float], Values]:
     training = Training(shape, stage=3)
-    zerograph.shard(training.model, training.backend)
-    states, moments = get_state_dict(training.model, training.optimizer)
-    dcp.load({"model": states, "optimizer": moments}, checkpoint_id=path)
-    set_state_dict(training.model, training.optimizer, model_state_dict=states, optim_state_dict=moments)
+    load(training, path)
     return training.run(range(2, 4))
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -205,3 +207,17 @@ class Steps:
         for seed in steps:
             self.step(seed)
         return self.losses, self.values()
+
+
+def save(training: Any, path: str) -> None:
+    """The model and the optimizer of ``training``, into a folder of DCP's."""
+    states, moments = get_state_dict(training.model, training.optimizer)
+    dcp.save({"model": states, "optimizer": moments}, checkpoint_id=path)
+
+
+def load(training: Any, path: str) -> None:
+    """What :func:`save` wrote, into ``training``, whose model is sharded first."""
+    zerograph.shard(training.model, training.backend)
+    states, moments = get_state_dict(training.model, training.optimizer)
+    dcp.load({"model": states, "optimizer": moments}, checkpoint_id=path)
+    set_state_dict(training.model, training.optimizer, model_state_dict=states, optim_state_dict=moments)

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from numerics.compare import Steps, Values, assert_same, close, full, full_values, pickled_and_back, seeded
+from numerics.compare import Steps, Values, assert_same, close, full, full_values, load, pickled_and_back, save, seeded
 from ranks import run
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -289,17 +288,13 @@ def test_values_go_in_and_out(tmp_path: Path) -> None:
 def _saves(path: str) -> tuple[list[float], Values]:
     training = Training()
     training.run(range(2))
-    states, moments = get_state_dict(training.model, training.optimizer)
-    dcp.save({"model": states, "optimizer": moments}, checkpoint_id=path)
+    save(training, path)
     return training.run(range(2, 4))
 
 
 def _resumes(path: str, shape: tuple[int, int]) -> tuple[list[float], Values]:
     training = Training(mesh=grid(shape), plan=plain_norms if shape[1] > 1 else None)
-    zerograph.shard(training.model, training.backend)
-    states, moments = get_state_dict(training.model, training.optimizer)
-    dcp.load({"model": states, "optimizer": moments}, checkpoint_id=path)
-    set_state_dict(training.model, training.optimizer, model_state_dict=states, optim_state_dict=moments)
+    load(training, path)
     return training.run(range(2, 4))
 
 

@@ -10,15 +10,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from zerograph.core.arguments import require, require_kind
 from zerograph.core.errors import UnsupportedError
 from zerograph.integrations.routed_experts import register_experts, routed
 from zerograph.sharding.parallel import let_experts_lie_on
+from zerograph.sharding.shards import local_rows
 
 __all__ = ["as_expert", "divide_experts", "register_experts", "routed"]
 
@@ -79,12 +78,9 @@ def as_expert(param: Tensor, axis: DeviceMesh) -> nn.Parameter:
         ConfigError: the experts do not divide by the ranks.
     """
     _require_divided(param, axis)
-    each, place = len(param) // axis.size(), axis.get_local_rank()
-    own = param.detach()[place * each : (place + 1) * each].clone(memory_format=torch.contiguous_format)
-    stride = param.detach().contiguous().stride()
-    new = DTensor.from_local(own, axis, [Shard(0)], run_check=False, shape=param.shape, stride=stride)
     let_experts_lie_on(axis)
-    return nn.Parameter(new, requires_grad=param.requires_grad)
+    own = local_rows(param.detach(), axis, True, param.device)
+    return nn.Parameter(own, requires_grad=param.requires_grad)
 
 
 def _require_divided(param: Tensor, axis: DeviceMesh, owner: str = "") -> None:

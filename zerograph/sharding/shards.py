@@ -22,7 +22,7 @@ from zerograph.runtime.dtensors import (
     own_part,
     own_slices,
     placements_of,
-    split_along,
+    split_dim,
     split_over,
     splits,
 )
@@ -70,8 +70,7 @@ def as_shard(value: Tensor, like: DTensor) -> DTensor:
     if isinstance(value, DTensor):
         ours = our_axes(like.device_mesh)
         part = local_tensor(value.redistribute(value.device_mesh, like.placements[ours.ndim :]))
-        own_axis = like.placements[ours.ndim - 1]
-        rows = own_part(part, ours, split_along(own_axis)) if splits(own_axis) else part
+        rows = own_part(part, ours, split_dim(like)) if splits(like.placements[ours.ndim - 1]) else part
     else:
         rows = value[own_slices(like)]
     own = _owned(rows, value)

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zerograph.core.arguments import require
 from zerograph.core.errors import UnsupportedError
-from zerograph.core.layout import Layout, folded
+from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.optim.algorithms.adam import ADAM
 from zerograph.optim.clip import power_sums
@@ -31,7 +32,7 @@ from zerograph.runtime.comm.collectives import LoneCommunicator, together
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, reason_of, sequence_of
 from zerograph.runtime.comm.feedback import Errors, anywhere, average, no_errors, sent_as_signs
-from zerograph.runtime.dtensors import is_sharded, own_slices, split_dim, unfolded
+from zerograph.runtime.dtensors import is_sharded, own_slices, shared_by_us, split_dim, unfolded
 from zerograph.runtime.executor.accumulation import are_marks
 from zerograph.runtime.executor.local_gradients import HINT, LocalGradients
 from zerograph.runtime.torch_private import local_tensor
@@ -358,10 +359,9 @@ def _names_of_errors(comm: Communicator) -> tuple[str, str]:
     return sent, averaged
 
 
-def _in_graphs(param: Tensor) -> list[int]:
+def _in_graphs(param: Tensor) -> tuple[int, ...]:
     """The shape in which programs gather and reduce it."""
-    dim = split_dim(param)
-    return folded(param.shape, dim, param.shape[dim] // local_tensor(param).shape[dim] if dim else 1)
+    return shared_by_us(param)[0] if isinstance(param, DTensor) else tuple(param.shape)
 
 
 def _gather_momenta(rows: Sequence[_Row], comm: Communicator) -> None:
@@ -369,7 +369,7 @@ def _gather_momenta(rows: Sequence[_Row], comm: Communicator) -> None:
     split = [row for row in rows if is_sharded(row.state["exp_avg"])]
     if split:
         home, single = Layout("rows", comm.world_size), "float32"
-        params = [Param(row.name, tuple(_in_graphs(row.param)), single, single, single, False, home) for row in split]
+        params = [Param(row.name, _in_graphs(row.param), single, single, single, False, home) for row in split]
         shards = [local_tensor(row.state["exp_avg"]) for row in split]
         with together(comm, Entry(_PROGRAM, sequence_of(["momenta", *(p.name for p in params)]), comm.steps)):
             whole = [momentum.clone() for momentum in comm.finish_gather(comm.start_gather(params, shards))]
