@@ -48,12 +48,8 @@ class GradientAccumulation:
 
     @property
     def active(self) -> bool:
-        """Whether gradients are held back; set inside of ``no_sync``, and so where an optimizer takes them."""
+        """Whether gradients are held back: inside of ``no_sync``, and where an optimizer takes them."""
         return self._holding or self.taker is not None
-
-    @active.setter
-    def active(self, holding: bool) -> None:
-        self._holding = holding
 
     @property
     def taker(self) -> local_gradients.LocalGradients | None:

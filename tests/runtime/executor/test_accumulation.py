@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -34,12 +35,11 @@ class Programs:
         self.comm = GroupCommunicator(group, CPU)
 
     def backward(self, *names: str, by: float, held: bool = False) -> None:
-        self.accumulation.active = held
-        sum(Read.apply(self.params[name], self, spec(name), by) for name in names).backward()
+        with self.accumulation.holding_back() if held else nullcontext():
+            sum(Read.apply(self.params[name], self, spec(name), by) for name in names).backward()
 
     def uncompiled(self, name: str, by: float) -> None:
         """A backward that no program has part in."""
-        self.accumulation.active = False
         (self.params[name].sum() * by).backward()
 
     def grads(self, name: str = "w") -> list[float]:

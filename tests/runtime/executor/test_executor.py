@@ -256,9 +256,9 @@ def test_a_backward_that_fails_leaves_held_gradients_for_the_next_try() -> None:
 
     run, comm = executor(reducing, segment)
     comm.param.requires_grad_()
-    run.accumulation.active = True
-    run([torch.ones(4)])
-    run.accumulation.active, fails[0] = False, True
+    with run.accumulation.holding_back():
+        run([torch.ones(4)])
+    fails[0] = True
     with pytest.raises(ZeroDivisionError):
         run([torch.ones(4)])
     fails[0] = False
