@@ -98,3 +98,14 @@ class Communicator(Protocol):
 
     def abort(self, reason: str) -> None:
         """This rank failed: let the others fail too, and meet them at the next program."""
+
+
+class HostGathers(Protocol):
+    """The gathers of a transport in two levels, between hosts and inside of each, whose ranks may keep what came to
+    them from other hosts, each a part."""
+
+    def host_parts(self, pending: Any) -> Sequence[Tensor]:
+        """Of a finished gather this rank's part, by parameter: bytes of ``[hosts, shard]``."""
+
+    def start_gather_inside(self, params: Sequence[Param], parts: Sequence[Tensor]) -> Any:
+        """Begin to gather ``params`` from the parts of this host's ranks; for ``finish_gather`` of the transport."""

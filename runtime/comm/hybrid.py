@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
-from zerograph.runtime.comm.communicator import Communicator
+from zerograph.runtime.comm.communicator import Communicator, HostGathers
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.paired import PairedCommunicator
 from zerograph.runtime.own_stream import Wait
@@ -54,6 +54,14 @@ class HybridCommunicator(PairedCommunicator):
     def finish_gather(self, pending: Any) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.shards.finish_gather(pending)
+
+    def host_parts(self, pending: Any) -> Sequence[Tensor]:
+        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
+        return cast(HostGathers, self.shards).host_parts(pending)
+
+    def start_gather_inside(self, params: Sequence[Param], parts: Sequence[Tensor]) -> Any:
+        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
+        return cast(HostGathers, self.shards).start_gather_inside(params, parts)
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingHybrid:
         """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""

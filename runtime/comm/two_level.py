@@ -32,7 +32,8 @@ _CPU = torch.device("cpu")
 @dataclass(slots=True, eq=False)
 class _Gathering:
     params: Sequence[Param]
-    between: Any  # brings from every host the shard of its rank of this place
+    between: Any = None  # brings from every host the shard of its rank of this place
+    parts: Sequence[Tensor] = ()  # what it has brought, by parameter: ``[hosts, bytes]``
 
 
 @dataclass(slots=True, eq=False)
@@ -79,17 +80,26 @@ class TwoLevelCommunicator(PairedCommunicator):
 
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
-        (brought,), params = self.network.finish_gather(pending.between), pending.params
+        params = pending.params
+        if pending.between is not None:
+            (brought,), pending.between = self.network.finish_gather(pending.between), None
+            pending.parts = brought.view(self.hosts, -1).split([p.sent_bytes for p in params], 1)
         full = allocate_full(params, _CPU, self.host.pool)
-        sizes = [p.sent_bytes for p in params]
-        by_host = [message.split(sizes) for message in brought.view(self.hosts, -1)]
         pieces, outs = [], []
-        for p, room, *shards in zip(params, full.padded, *by_host, strict=True):
-            for shard, place in zip(shards, room.view(self.hosts, -1), strict=True):
+        for p, room, part in zip(params, full.padded, pending.parts, strict=True):
+            for shard, place in zip(part, room.view(self.hosts, -1), strict=True):
                 pieces.append((shard, shard.dtype))  # bytes, which may begin anywhere
                 outs.append((place, p.sent_bytes))
         self.host.end_gather(params, self.host.begin_gather(params, pieces), outs)
         return full.tensors
+
+    def host_parts(self, pending: _Gathering) -> Sequence[Tensor]:
+        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
+        return pending.parts
+
+    def start_gather_inside(self, params: Sequence[Param], parts: Sequence[Tensor]) -> _Gathering:
+        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
+        return _Gathering(params, parts=parts)
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
         """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""

@@ -19,7 +19,7 @@ import zerograph._core as _core
 from zerograph.core.layout import Layout
 from zerograph.core.step import WIRE_BITS, WIRE_BLOCK, Param
 from zerograph.runtime.buffers import aligned, allocate_full, dtype_name, torch_dtype
-from zerograph.runtime.comm.communicator import Communicator
+from zerograph.runtime.comm.communicator import Communicator, HostGathers
 from zerograph.runtime.comm.packing import padded_shards
 from zerograph.runtime.own_stream import Wait
 
@@ -144,18 +144,37 @@ def start_gather(
     for wait in behind:
         wait()
     sent = [_encoded(p, shard) for p, shard in zip(params, shards, strict=True)]
-    return _Coded(params, comm.start_gather(*zip(*sent, strict=True)))
+    return _Coded(params, comm.start_gather([_as_sent(p) for p in params], sent))
 
 
-def _encoded(param: Param, shard: Tensor) -> tuple[Param, Tensor]:
-    """What is gathered of ``param``: itself, or as bytes, and what this rank sends of it."""
+def start_gather_inside(comm: HostGathers, params: Sequence[Param], parts: Sequence[Tensor]) -> Any:
+    """:func:`start_gather` of what this host kept of them (:func:`host_parts`), which nothing else is read for."""
+    if all(p.gather_wire is None for p in params):
+        return comm.start_gather_inside(params, parts)
+    return _Coded(params, comm.start_gather_inside([_as_sent(p) for p in params], parts))
+
+
+def host_parts(comm: HostGathers, pending: Any) -> Sequence[Tensor]:
+    """By parameter, the part of a finished gather that came to this rank from all hosts, as it is sent."""
+    return comm.host_parts(pending.pending if isinstance(pending, _Coded) else pending)
+
+
+def _encoded(param: Param, shard: Tensor) -> Tensor:
+    """What this rank sends of ``param``."""
     if param.gather_wire is None:
-        return param, shard
+        return shard
     (values,) = padded_shards([param], [shard], shard.device)
     message = torch.empty(param.sent_bytes, dtype=torch.uint8, device=values.device)
     encode(param.gather_wire, values.unsqueeze(0), message.unsqueeze(0))
+    return message
+
+
+def _as_sent(param: Param) -> Param:
+    """What is gathered of ``param``: itself, or as bytes."""
+    if param.gather_wire is None:
+        return param
     size = param.home.ranks * param.sent_bytes
-    return Param(param.name, (size,), "uint8", "uint8", "uint8", False, Layout("rows", param.home.ranks)), message
+    return Param(param.name, (size,), "uint8", "uint8", "uint8", False, Layout("rows", param.home.ranks))
 
 
 def finish_gather(comm: Communicator, pending: Any) -> list[Tensor]:

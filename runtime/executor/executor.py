@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ from zerograph.core.plan import ParamTile
 from zerograph.core.program import Program
 from zerograph.core.slots import LEAVING
 from zerograph.runtime.buffers import padded
-from zerograph.runtime.comm.communicator import Communicator
+from zerograph.runtime.comm.communicator import Communicator, HostGathers
 from zerograph.runtime.comm.entry import Entry, reason_of
-from zerograph.runtime.comm.wires import finish_gather, start_gather
+from zerograph.runtime.comm.wires import finish_gather, host_parts, start_gather, start_gather_inside
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import EarlyUpdates
 from zerograph.runtime.executor.residency import GatheredCache
@@ -214,11 +214,17 @@ class Executor:
         cached = self.cache.lookup(instruction.bucket, instruction.params)
         if cached is None:
             self.telemetry.gathering(self.frame, instruction.bucket, instruction.tile)
-            if not instruction.fetched:
-                shards = self.store.fetches.finish(self.store.fetches.start(instruction.params, shards))
-            shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]
-            cached = start_gather(self.comm, instruction.params, shards, arriving)
-            registers[instruction.out] = (instruction.params, cached)
+            parts = self.cache.in_host.lookup(instruction.bucket, instruction.params) if instruction.inside else None
+            if parts is not None:
+                pending = start_gather_inside(cast(HostGathers, self.comm), instruction.params, parts)
+            else:
+                if not instruction.fetched:
+                    shards = self.store.fetches.finish(self.store.fetches.start(instruction.params, shards))
+                shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]
+                pending = start_gather(self.comm, instruction.params, shards, arriving)
+            registers[instruction.out] = (instruction.params, pending)
+            if instruction.ended:
+                self.cache.in_host.drop(instruction.bucket)
         else:
             for wait in arriving:  # for nobody reads what came, and its memory is let go of
                 wait()
@@ -231,6 +237,9 @@ class Executor:
             full = finish_gather(self.comm, pending)
             if instruction.resident:
                 self.cache.store(instruction.bucket, params, full)
+            if instruction.kept:
+                parts = host_parts(cast(HostGathers, self.comm), pending)
+                self.cache.in_host.store(instruction.bucket, params, parts)
         for register, tensor in zip(instruction.outs, full, strict=True):
             registers[register] = tensor
 

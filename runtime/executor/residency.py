@@ -59,13 +59,77 @@ class StepCount:
         self.own += any(id(p) in self._params for p in moving)
 
 
-class GatheredCache:
-    """The buckets of one frame that stay resident after their last use in a program."""
+class Buckets:
+    """Tensors of buckets that stay, by parameter; of those that may be stale, a bucket goes when it is asked for."""
+
+    def __init__(self) -> None:
+        self._there: dict[int, Mapping[str, Tensor]] = {}
+        self._stale: set[int] = set()
+
+    def lookup(self, bucket: int, params: Sequence[Param]) -> list[Tensor] | None:
+        """Those of ``params``, when all are there."""
+        self._drop_stale(bucket)
+        there = self._there.get(bucket)
+        if there is None or any(p.name not in there for p in params):
+            return None
+        return [there[p.name] for p in params]
+
+    def store(self, bucket: int, params: Sequence[Param], tensors: Sequence[Tensor]) -> None:
+        """Keep what a program gathered of ``params``."""
+        self._drop_stale(bucket)
+        own = {p.name: tensor for p, tensor in zip(params, tensors, strict=True)}
+        # A program gathers those parameters of a bucket that it reads; another one may have gathered the others.
+        self._there[bucket] = {**self._there.get(bucket, {}), **own}
+
+    def drop(self, bucket: int) -> None:
+        """No later program finds the bucket, if it is here."""
+        self._there.pop(bucket, None)
+
+    def holds(self, bucket: int) -> bool:
+        """Whether anything of the bucket is here."""
+        return bucket in self._there
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is here."""
+        return not self._there
+
+    def turn_stale(self) -> None:
+        """What is here now, nobody finds any more."""
+        self._stale = set(self._there)
+
+    def drop_all_stale(self) -> None:
+        """All that is stale goes at once."""
+        for bucket in tuple(self._stale):
+            self._drop_stale(bucket)
+
+    def _drop_stale(self, bucket: int) -> None:
+        if bucket in self._stale:
+            self._stale.remove(bucket)
+            self.drop(bucket)
+
+    def clear(self) -> None:
+        """All goes."""
+        self._there.clear()
+        self._stale.clear()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that stay between programs."""
+        return sum(t.numel() * t.element_size() for own in self._there.values() for t in own.values())
+
+
+class GatheredCache(Buckets):
+    """The buckets of one frame that stay resident after their last use in a program.
+
+    Attributes:
+        in_host: this rank's parts of those that its host keeps in place of whole ones.
+    """
 
     def __init__(self, steps: StepCount, accumulation: GradientAccumulation) -> None:
+        super().__init__()
+        self.in_host = Buckets()
         self._steps, self._accumulation = steps, accumulation
-        self._full: dict[int, Mapping[str, Tensor]] = {}
-        self._stale: set[int] = set()  # of these the buckets that the forward has not gathered anew yet
         self._gathered_at: tuple[int, int, object] = (-1, 0, None)
 
     @property
@@ -85,45 +149,17 @@ class GatheredCache:
         now = (self._steps.value, generation, schedule)
         # Any optimizer counts, not only those of the backend: a step of a foreign one may write to the same tensors.
         # Whether gradients are held may have to be read from a device: it is asked where it matters.
-        trusted = kind == "backward" or not self._full or schedule is not None or self._accumulation.open
+        nothing = self.is_empty and self.in_host.is_empty
+        trusted = kind == "backward" or nothing or schedule is not None or self._accumulation.open
         if now != self._gathered_at or not trusted:
             self._gathered_at = now
-            self._stale = set(self._full)
+            self.turn_stale()
+            self.in_host.turn_stale()
         if kind != "forward":
-            for bucket in self._stale:
-                del self._full[bucket]
-            self._stale.clear()
+            self.drop_all_stale()
+            self.in_host.drop_all_stale()
 
     def clear(self) -> None:
         """Called when a program fails."""
-        self._full.clear()
-        self._stale.clear()
-
-    def lookup(self, bucket: int, params: Sequence[Param]) -> list[Tensor] | None:
-        """The full ``params``, when the bucket is resident."""
-        if bucket in self._stale:
-            self._stale.remove(bucket)
-            del self._full[bucket]
-        full = self._full.get(bucket)
-        if full is None or any(p.name not in full for p in params):
-            return None
-        return [full[p.name] for p in params]
-
-    def store(self, bucket: int, params: Sequence[Param], full: Sequence[Tensor]) -> None:
-        """Keep what a program gathered."""
-        resident = {p.name: tensor for p, tensor in zip(params, full, strict=True)}
-        # A program gathers those parameters of a bucket that it reads; another one may have gathered the others.
-        self._full[bucket] = {**self._full.get(bucket, {}), **resident}
-
-    def drop(self, bucket: int) -> None:
-        """No later program finds the bucket, if it is here."""
-        self._full.pop(bucket, None)
-
-    def holds(self, bucket: int) -> bool:
-        """Whether anything of the bucket stays resident."""
-        return bucket in self._full
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that stay resident between programs."""
-        return sum(t.numel() * t.element_size() for full in self._full.values() for t in full.values())
+        super().clear()
+        self.in_host.clear()

@@ -73,7 +73,7 @@ def test_plans_that_differ_have_different_digests(one: Plan, other: Plan) -> Non
 def test_another_version_is_refused() -> None:
     data = json.loads(Plan(3, 2, (), 1).to_json())
     for version in (4, 99, None):
-        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 16"):
+        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 17"):
             Plan.from_json(json.dumps({**data, "version": version}))
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,15 @@ from host_ranks import LIMIT, PORT, Net, assert_mean, batch, run_on, torchrun, t
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerograph
+from zerograph.compiler import frame_plan
 from zerograph.core.errors import RankError, ZeroGraphError
 from zerograph.core.machine import Machine
+from zerograph.core.plan import Plan
+from zerograph.planner import plan_step
 
 ROWS, STEPS, CUT_STEPS = 4, 3, 40
+WINDOWS = 3
+"""Of so many steps each, in which bytes are counted: the least counts, as ranks that wait for others send messages."""
 
 
 def _sent() -> int:
@@ -32,7 +38,7 @@ def _sent() -> int:
 
 
 def _trained(stage: int, replicas: int, **wires: Any) -> tuple[list[float], float, str]:
-    """Losses, the bytes that the host sends in a step to those of the parameters, and the transport."""
+    """Losses, the bytes that the host sends in a step, to those of the parameters, and the transport."""
     torch.manual_seed(0)
     world, model = dist.get_world_size(), Net()
     mesh = init_device_mesh("cpu", (replicas, world // replicas)) if replicas > 1 else None
@@ -40,16 +46,19 @@ def _trained(stage: int, replicas: int, **wires: Any) -> tuple[list[float], floa
     model.compile(backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = train(model, optimizer, world * ROWS, range(1))  # which compiles
-    dist.barrier()
-    before = _sent()
-    dist.barrier()  # nobody begins before all have looked
-    losses += train(model, optimizer, world * ROWS, range(1, STEPS + 1))
-    dist.barrier()
+    sent = list[int]()
+    for window in range(WINDOWS):
+        dist.barrier()
+        before = _sent()
+        dist.barrier()  # nobody begins before all have looked
+        losses += train(model, optimizer, world * ROWS, range(window * STEPS + 1, (window + 1) * STEPS + 1))
+        dist.barrier()
+        sent.append(_sent() - before)
     size = 4 * sum(p.numel() for p in model.parameters())
-    return losses, (_sent() - before) / STEPS / size, backend.report().transport
+    return losses, min(sent) / STEPS / size, backend.report().transport
 
 
-def _expected(world: int, steps: int = STEPS + 1) -> list[float]:
+def _expected(world: int, steps: int = WINDOWS * STEPS + 1) -> list[float]:
     torch.manual_seed(0)
     model = Net()
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), world * ROWS, range(steps))
@@ -80,6 +89,25 @@ def test_losses_and_bytes_between_hosts(
     # Packets have headers, and ranks tell each other of programs and their ends.
     assert [sent for _, sent, _ in found] == pytest.approx([bytes_sent] * len(ranks), rel=0.02)
     assert {used for *_, used in found} == {transport}
+
+
+def test_hosts_keep_what_came_from_others_for_the_backward(hosts: list[Any]) -> None:
+    found = run_on([hosts[host] for host in (0, 0, 1, 1)], _kept_parts)
+    assert_mean([losses for losses, *_ in found], _expected(4))
+    # Half of the parameters in one gather, and half in a reduction.
+    assert [sent for _, sent, _ in found] == pytest.approx([1.0] * 4, rel=0.02)
+
+
+def _kept_parts() -> tuple[list[float], float, str]:
+    """By a plan that keeps all: a search has nothing to gain of so few layers."""
+
+    def keeping(*given: Any, **options: Any) -> Plan:
+        plan = plan_step(*given, **options)
+        return replace(plan, buckets=tuple(replace(bucket, residency="host") for bucket in plan.buckets))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frame_plan, "plan_step", keeping)
+        return _trained(3, 1)
 
 
 @pytest.mark.parametrize(

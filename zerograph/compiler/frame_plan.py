@@ -35,7 +35,7 @@ from zerograph.planner import plan_step, refuse_world_size, replay
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.check import require_plan
 from zerograph.planner.explain.infeasible import infeasible
-from zerograph.planner.explain.replay import restricted_to_step
+from zerograph.planner.explain.replay import refuse_hosts, restricted_to_step
 from zerograph.planner.profile.loss import in_loss_tiles
 from zerograph.planner.profile.offloaded import offloaded
 from zerograph.planner.profile.tiling import refuse_unknown, tiles_wanted
@@ -105,6 +105,8 @@ class Planner:
         if per_host is not None:
             self._machine = replace(self._machine, ranks_per_node=per_host)
             self._hosts = world_size * replicas // per_host
+        if config.plan is not None:
+            refuse_hosts(config.plan, max(1, self._hosts // replicas))
         self._budget, self.room = 0, dict.fromkeys(TIERS[1:], sys.maxsize)
         self._whose: dict[Tier, str] = {}  # room it is, where ranks have different ones
         if config.searches or config.offload_tiers:

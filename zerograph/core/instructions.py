@@ -173,12 +173,16 @@ class Gather(_Collective):
     Attributes:
         fetched: whether an instruction before it has brought the shards of its bucket to the device.
         resident: whether the bucket is resident from the forward on.
+        inside: whether the ranks of a host gather what they kept of it, and nothing comes from others.
+        ended: bytes of this rank's part of that, where no later gather needs it.
     """
 
     stream = "gather"
     operation = "gather"
     fetched: bool = False
     resident: bool = False
+    inside: bool = False
+    ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +236,15 @@ class _BucketWait(_Wait):
 
 @dataclass(frozen=True, slots=True)
 class WaitGather(_BucketWait):
-    """Wait for a gather; ``outs`` are the full parameters, ``resident`` for a later program or not."""
+    """Wait for a gather; ``outs`` are the full parameters, ``resident`` for a later program or not.
+
+    Attributes:
+        kept: bytes that came to this rank from all hosts and stay, as its part of what its host keeps.
+    """
 
     operation = "gather"
     resident: bool = False
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)

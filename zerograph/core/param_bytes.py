@@ -49,6 +49,11 @@ def sent_bytes(params: Iterable[Param]) -> int:
     return sum(p.sent_bytes * (p.home.ranks if p.gather else 1) for p in some)
 
 
+def kept_in_host(params: Iterable[Param], hosts: int) -> int:
+    """Bytes of a gather of ``params`` that come to one rank from its peers on all ``hosts``: its part of them all."""
+    return sum(p.sent_bytes * hosts for p in params if p.gather)
+
+
 def reduced_bytes(params: Iterable[Param]) -> int:
     """Bytes of the full gradients of ``params`` as they are summed over ranks.
 

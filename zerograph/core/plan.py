@@ -37,12 +37,13 @@ __all__ = [
     "token_tiles",
 ]
 
-VERSION = 16
+VERSION = 17
 
-Residency = Literal["use", "backward", "step"]
+Residency = Literal["use", "host", "backward", "step"]
 """How long a gathered bucket stays resident: until its last use in a graph, until its use in the backward, or until
-the next forward whose shards may have changed."""
-_RESIDENCIES = ("use", "backward", "step")
+the next forward whose shards may have changed. With "host" it goes after its last use, and the ranks of each host keep
+a part each of what came from others until the backward gathers it again (Wang et al., 2023, "ZeRO++")."""
+_RESIDENCIES = ("use", "host", "backward", "step")
 
 
 Offload = Literal["none", "optimizer", "gradients", "parameters"]
@@ -248,6 +249,8 @@ class Plan:
         by_sample: whether these parts are of whole samples of the batch. Then all of the layer runs in them, attention
             too, and its parameters share a bucket, so that they are gathered once for all parts.
         token_regions: lasting names of what these begin with, the widest that each makes.
+        hosts: that share the ranks over which parameters are sharded equally, where a gather has a level between them
+            and one inside of each; else 1.
     """
 
     stage: int = field(metadata={"decided": "stage"})
@@ -268,6 +271,7 @@ class Plan:
     head: str = ""
     token_regions: tuple[str, ...] = ()
     replicas: int = field(default=1, metadata={"decided": "replicas"})
+    hosts: int = 1
 
     @property
     def ranks(self) -> int:
@@ -456,6 +460,8 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield f"has {placement}, and is updated on the device, where states come from the host alone"
     if bucket.ahead is not None and not 0 <= bucket.ahead <= plan.prefetch:
         yield f"is gathered {bucket.ahead} intervals ahead, and prefetch is {plan.prefetch}"
+    if bucket.residency == "host" and (plan.hosts == 1 or placement.parameters != "device"):
+        yield f"keeps parts of {placement} in hosts, of which there are {plan.hosts}"
     if any(p.home.ranks * p.experts != plan.world_size for p in bucket.params):
         yield f"has parameters of other ranks than {plan.world_size}"
     # The rest is about tiles, which share one parameter's rows.

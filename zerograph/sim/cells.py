@@ -13,6 +13,7 @@ from zerograph.core.instructions import (
     Compute,
     Gather,
     Instruction,
+    WaitGather,
 )
 from zerograph.core.machine import Tier
 from zerograph.core.program import Program
@@ -52,6 +53,7 @@ class Cells:
         self._saved: dict[str, Cell] = {}  # by name: what a forward returned
         self._returned: set[str] = set()  # names of all that a forward returned, the user's own tensors too
         self._unsharded: dict[tuple[int, int], Cell] = {}  # buckets and tiles
+        self._kept: dict[int, Cell] = {}  # of buckets, this rank's part of what its host keeps
         self._computed = -1  # the last task that computed
         self._replaced = (0, -1)  # bytes of what dies in a task that are free from its start, as this task ends
         self._program: Program | None = None
@@ -133,6 +135,15 @@ class Cells:
             if known is not None:
                 self._at[self._storage(register)] = known
             self._write(register, task, module, "")
+        if isinstance(instruction, WaitGather) and instruction.kept:
+            name = f"{of.label(starter)}, kept in this host"
+            self._kept[instruction.bucket] = Cell(
+                name, "gathered", "device", instruction.kept, task, module, "", -1, gathered=True
+            )
+        if begun is not None and isinstance(begun.instruction, Gather) and begun.instruction.ended:
+            kept = self._kept.pop(begun.instruction.bucket, None)
+            if kept is not None:  # a backward that is simulated alone finds none
+                self._give(kept, read)
         for register in (*(begun.instruction.dead if begun is not None else ()), *instruction.dead):
             self._die(register, read)
 
@@ -161,7 +172,8 @@ class Cells:
     def finish(self) -> None:
         """Let memory that nothing gave back live to the end."""
         self._leave()
-        for cell in dict.fromkeys((*self._saved.values(), *self._unsharded.values(), *self._at.values())):
+        held = (*self._saved.values(), *self._unsharded.values(), *self._kept.values(), *self._at.values())
+        for cell in dict.fromkeys(held):
             if not cell.gone:
                 self._hold(cell, -1)
 

@@ -331,6 +331,18 @@ def _tiles(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
             unsharded.discard((each.bucket, each.tile))
 
 
+def _hosts(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    kept = set[int]()
+    for program, place, each in _each(programs):
+        if isinstance(each, WaitGather) and each.kept:
+            kept.add(each.bucket)
+        elif isinstance(each, Gather) and each.inside:
+            if each.bucket not in kept:
+                yield Wrong.at("hosts", program, place, "begins inside of hosts, which keep nothing of it")
+            if each.ended:
+                kept.discard(each.bucket)
+
+
 def _layers(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     there = {layer_of(program.module(each)) for program, _, each in _each(programs)}
     for name in (*plan.recompute, *plan.save, *(name for name, _ in plan.offload)):
@@ -361,6 +373,7 @@ StepCheck = Callable[[Sequence[Program], Plan], Iterator[Wrong]]
 STEP_CHECKS: Mapping[str, tuple[str, StepCheck]] = {
     "use": ("sharded parameters are gathered, and something waits for all that comes to the device", _use),
     "tiles ahead": ("no more tiles are whole at a time than are gathered ahead", _tiles),
+    "hosts": ("ranks of a host gather among themselves what came from others before", _hosts),
     "arrivals": ("what is read has come from the tier where it lives", _arrivals),
     "reductions": ("gradients of every bucket are reduced once, tile by tile", _reductions),
     "updates": ("every shard is updated once, where its states live", _updates),

@@ -114,6 +114,10 @@ class Costs:
             role = ARRIVE if isinstance(instruction, WaitFetch) and instruction.by_gather else WAIT
         if isinstance(instruction, Timed):
             seconds = self._seconds(instruction, program.segments)
+        if isinstance(instruction, WaitGather):
+            takes["device"] += instruction.kept
+        elif isinstance(instruction, Gather):
+            gives["device"] += instruction.ended
         if isinstance(instruction, (Gather, WaitGather, Free)):
             key = (instruction.bucket, instruction.tile)
         place = instruction.slot if isinstance(instruction, OffDevice) else None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.layout import Layout
+from zerograph.core.param_bytes import kept_in_host
 from zerograph.core.step import Param
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm import shared_memory
@@ -26,6 +27,7 @@ from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.connecting import ranks_of_each
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.two_level import TwoLevelCommunicator
+from zerograph.runtime.comm.wires import finish_gather, host_parts, start_gather, start_gather_inside
 
 WORLD = 4
 ROWS, WHOLE = Layout("rows", WORLD), Layout("whole", WORLD)
@@ -75,6 +77,29 @@ def _collectives() -> None:
 
 def test_buckets_are_gathered_and_gradients_averaged() -> None:
     run(WORLD, _collectives)
+
+
+def _kept_parts() -> None:
+    comm = on_two_hosts()
+    assert isinstance(comm, TwoLevelCommunicator)
+    wired = [replace(p, gather_wire="int8") if p.name in ("even", "cast") else p for p in SHARDED]
+    shards = [rows(p, values(p), comm.rank).to(torch_dtype(p.dtype)) for p in SHARDED]
+    for params in (SHARDED, wired):
+        with together(comm, Entry("test", 1, 0)):
+            full = finish_gather(comm, gather := start_gather(comm, params, shards))
+            parts = host_parts(comm, gather)
+        assert sum(part.numel() for part in parts) == kept_in_host(params, 2)
+        some = [0, 1, len(params) - 1]  # a later program may read fewer
+        with together(comm, Entry("test", 2, 0)), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm.network, "start_gather", None)
+            wanted = [params[i] for i in some]
+            again = finish_gather(comm, start_gather_inside(comm, wanted, [parts[i] for i in some]))
+        for i, tensor in zip(some, again, strict=True):
+            torch.testing.assert_close(tensor, full[i], rtol=0, atol=0, msg=params[i].name)
+
+
+def test_hosts_gather_the_same_bits_from_the_parts_that_they_kept() -> None:
+    run(WORLD, _kept_parts)
 
 
 def _one_order() -> None:

@@ -175,3 +175,24 @@ def test_gradients_are_looked_at_only_where_something_stays_resident(
     for _ in range(2):
         gather(cache, "forward", "step")
     assert len(asked) == 1
+
+
+def test_parts_that_a_host_keeps_go_when_shards_change_and_after_errors(made: Made) -> None:
+    cache, steps, *_ = made
+    cache.enter("forward")
+    cache.in_host.store(0, (W, V), FULL)
+    cache.enter("backward")
+    assert cache.in_host.lookup(0, (V,)) == [FULL[1]]
+    steps.value += 1
+    cache.enter("forward")
+    cache.in_host.store(0, (W,), FULL[:1])  # in place of what is stale
+    cache.enter("backward")
+    assert cache.in_host.lookup(0, (W,)) == [FULL[0]] and cache.in_host.lookup(0, (V,)) is None
+    cache.in_host.drop(0)
+    assert cache.in_host.lookup(0, (W,)) is None and cache.is_empty
+    cache.in_host.store(0, (W, V), FULL)
+    cache.clear()
+    assert cache.in_host.is_empty
+    cache.in_host.store(0, (W, V), FULL)
+    cache.enter("inference", generation=1)
+    assert cache.in_host.is_empty

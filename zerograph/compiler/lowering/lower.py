@@ -58,6 +58,7 @@ from zerograph.graph.nodes import (
     output_of,
 )
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
+from zerograph.planner.programs.host_parts import with_host_parts
 from zerograph.sim.check import require_programs
 
 
@@ -150,7 +151,7 @@ class _Lowering:
             kind=self.kind,
             inputs=len(placeholders),
             registers=len(self.registers),
-            instructions=_with_deaths(_with_updates(_with_moves(self.instructions)), outputs),
+            instructions=_with_deaths(self._with_facts(), outputs),
             outputs=outputs,
             segments=tuple(self.described),
             contents=self._contents(),
@@ -159,6 +160,10 @@ class _Lowering:
         # Cheap beside compiling, and a wrong order of gathers and frees would only show as wrong losses.
         require_programs([program], "this is a bug of zerograph: report it with the model")
         return program, tuple(self.callables)
+
+    def _with_facts(self) -> list[Instruction]:
+        """The instructions with what only those around them tell."""
+        return with_host_parts(_with_updates(_with_moves(self.instructions)), self.plan, self.kind)
 
     def _contents(self) -> tuple[Register, ...]:
         first: dict[Any, int] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zerograph.core.files.planfile import Reason
 from zerograph.core.machine import is_disk
-from zerograph.core.param_bytes import sent_bytes
+from zerograph.core.param_bytes import kept_in_host, sent_bytes
 from zerograph.core.plan import DEVICE, Bucket, Overlap, Plan
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
@@ -161,6 +161,10 @@ def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
     held = format_bytes(bucket.gathered_bytes)
     if bucket.residency == "backward":
         return f"it holds {held} between forward and backward, which saves a gather of {gather}"
+    if bucket.residency == "host":
+        inside = format_seconds(rates.inside(sent_bytes(bucket.params)))
+        part = format_bytes(kept_in_host(bucket.params, rates.machine.hosts(rates.world_size)))
+        return f"a rank keeps {part} of it for the backward, whose gather takes {inside} in place of {gather}"
     if bucket.residency == "step":
         return "below stage 3 parameters stay whole from forward to backward"
     why = _FASTEST if searched else "stage 3 keeps parameters whole only while they are used"

@@ -88,6 +88,23 @@ def refuse_world_size(given: GivenPlan, world_size: int, replicas: int = 1) -> N
         )
 
 
+def refuse_hosts(given: GivenPlan, hosts: int) -> None:
+    """Other hosts keep other parts.
+
+    Args:
+        hosts: between which the ranks that split parameters communicate in a level of its own; else 1.
+
+    Raises:
+        ConfigError: the plan keeps parts of gathered buckets in another number.
+    """
+    if given.plan.hosts != hosts and any(bucket.residency == "host" for bucket in given.plan.buckets):
+        raise ConfigError(
+            f"in the plan {given} each of {given.plan.hosts} hosts keeps gathered buckets for the backward, and this "
+            f"run has {hosts} that gather in two levels",
+            "make one for this run, or run as many hosts with equally many CPU ranks each",
+        )
+
+
 def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     read = {p.name: p for p in step.params}
     planned = {p.name: replace(p, trainable=False) for bucket in given.plan.buckets for p in bucket.params}

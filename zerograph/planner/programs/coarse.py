@@ -35,6 +35,7 @@ from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.program import Program, ends_resident, stays_resident
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.planner.programs import bucket_work
+from zerograph.planner.programs.host_parts import with_host_parts
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
 from zerograph.planner.programs.updates import follow_late, slot_of, update_beside, update_late, update_offloaded
 
@@ -127,9 +128,10 @@ class _CoarsePrograms:
 
     def _end(self) -> None:
         scheduler = self.scheduler
+        instructions = with_host_parts(self.instructions, self.plan, self.kind, self.made)
         self.programs.append(
             Program(
-                self.kind, 0, len(self.registers.contents), self.instructions, (), scheduler.segments,
+                self.kind, 0, len(self.registers.contents), instructions, (), scheduler.segments,
                 self.registers.contents, scheduler.names, carries=True, given=self.given,
             )
         )  # fmt: skip

@@ -71,6 +71,8 @@ class Rates:
                 return self.compute(instruction.flops, instruction.moved, instruction.packed)
             case Scale():
                 return self.compute(0, instruction.moved)
+            case Gather(inside=True):
+                return self.inside(instruction.bytes)
             case Gather():
                 return self.collective(instruction.bytes)
             case Reduce():
@@ -105,10 +107,15 @@ class Rates:
         hosts = machine.hosts(world)
         if hosts > 1:
             # Ranks of one place in their hosts have a part of it each, at once, and the rate between hosts is a host's.
-            between, inside = machine.collective(hosts, stride=world // hosts), machine.collective(world // hosts)
-            return between.seconds(size * (hosts - 1) / hosts) + inside.seconds(size * (1 - hosts / world))
+            between = machine.collective(hosts, stride=world // hosts)
+            return between.seconds(size * (hosts - 1) / hosts) + self.inside(size)
+        return self.inside(size)
+
+    def inside(self, size: float) -> float:
+        """The part of a collective of ``size`` bytes that the ranks of each host have among themselves."""
+        ranks = self.world_size // self.machine.hosts(self.world_size)
         # A rank's own part does not travel.
-        return machine.collective(world).seconds(size * (world - 1) / world)
+        return self.machine.collective(ranks).seconds(size * (ranks - 1) / ranks)
 
     def reduction(self, size: float, averaged: float) -> float:
         """A reduction of ``size`` bytes, and the average of a rank's ``averaged`` ones over the replicas."""

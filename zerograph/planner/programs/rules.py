@@ -73,6 +73,8 @@ def plan_step(
         update=update,
         overlap=overlap,
         replicas=replicas,
+        # Each group of ranks that split a model is on some of them. Experts are gathered over other ranks.
+        hosts=1 if any(p.experts > 1 for p in step.params) else max(1, hosts // replicas),
         # One is on its way to replicas, or between hosts, while the next one is summed where ranks are near.
         reductions=1 if replicas == hosts == 1 else 2,
     )

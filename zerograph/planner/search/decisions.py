@@ -146,16 +146,20 @@ def prefetch(choices: Sequence[int]) -> Decision:
 
 
 def residency(space: SearchSpace) -> Decision:
-    """Which gathered buckets stay resident from the forward to the backward; those in tiles cannot."""
+    """Which gathered buckets stay resident from the forward to the backward; those in tiles cannot. Where there are
+    several hosts, each may keep in parts what came from others."""
     rates = space.scheduler.rates
     sizes = {b.index: max(1, gathered_bytes(b.params)) for b in space.plan.buckets}
     rewards = {index: rates.collective(size) / size for index, size in sizes.items()}
+    choices = ("use", "backward") if space.plan.hosts == 1 else ("use", "host", "backward")
 
     def apply(plan: Plan, values: Values) -> Plan:
-        return _with_buckets(plan, "residency", {b: v for b, v in values.items() if plan.buckets[b].tiles == 1})
+        may = {b: v for b, v in values.items() if plan.buckets[b].tiles == 1}
+        here = {b for b in may if plan.buckets[b].placement.parameters == "device"}
+        return _with_buckets(plan, "residency", {b: v for b, v in may.items() if v != "host" or b in here})
 
     return Decision(
-        dict.fromkeys(by_reward(list(rewards), rewards.__getitem__), ("use", "backward")),
+        dict.fromkeys(by_reward(list(rewards), rewards.__getitem__), choices),
         lambda plan: {index: plan.buckets[index].residency for index in rewards},
         apply,
         alike=_parts(space),
@@ -207,7 +211,7 @@ def placements(space: SearchSpace, open_placements: Sequence[Placement]) -> Deci
     return Decision(
         choices,
         lambda plan: {index: plan.buckets[index].placement for index in choices},
-        lambda plan, values: _with_buckets(plan, "placement", values),
+        with_placements,
         ordered=False,
         alike=_parts(space),
         frugal=[{index: each for index, own in choices.items() if each in own} for each in frugal],
@@ -327,9 +331,15 @@ def with_starts(plan: Plan, ahead: Mapping[Item, int]) -> Plan:
     return _with_buckets(plan, "ahead", {b: None if v >= plan.prefetch else v for b, v in ahead.items()})
 
 
+def with_placements(plan: Plan, placements: Mapping[Item, Placement]) -> Plan:
+    """``plan`` with buckets that live there; hosts keep nothing of parameters that come from another tier."""
+    gone = (b for b, v in placements.items() if v.parameters != "device" and plan.buckets[b].residency == "host")
+    return _with_buckets(_with_buckets(plan, "residency", dict.fromkeys(gone, "use")), "placement", placements)
+
+
 def with_tiles(plan: Plan, tiles: Mapping[Item, int]) -> Plan:
     """``plan`` with buckets in so many tiles; what is in tiles is not kept."""
-    residencies = {b: "use" for b, v in tiles.items() if v > 1 and plan.buckets[b].residency == "backward"}
+    residencies = {b: "use" for b, v in tiles.items() if v > 1 and plan.buckets[b].residency in ("host", "backward")}
     return _with_buckets(_with_buckets(plan, "residency", residencies), "tiles", tiles)
 
 
