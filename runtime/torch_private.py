@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -194,16 +194,20 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+_ENDLESS = timedelta(days=365)
+
+
 def gloo_group(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, waits: timedelta = _ENDLESS
 ) -> dist.ProcessGroup:
     """A group over gloo, for the CPU and ``device``, that is in none of torch's tables. ``dist.new_group`` needs all
     ranks of the default group, and would take up the connections of one that failed.
 
-    ``timeout`` is that of connecting; collectives have none, and whoever waits for one ends that. Seen in 2.13."""
+    ``timeout`` is that of connecting, and ``waits`` that of collectives: none, as whoever waits for one ends that. Seen
+    in 2.13."""
     group = dist.ProcessGroup(store, rank, world_size)
     backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    backend._set_default_timeout(timedelta(days=365))
+    backend._set_default_timeout(waits)
     for kind in {"cpu", device.type}:
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
@@ -213,6 +217,25 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of that name. Graphs carry names, and torch's functional collectives take them; nothing public
     leads back from one to its group. Seen in 2.11, 2.13."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def name_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let torch's functional collectives find ``group`` by ``name`` as long as it lives, and nothing else of torch.
+    Seen in 2.13."""
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def unname_group(name: str) -> None:
+    """Let them no longer find it; nothing happens where torch has forgotten all groups. Seen in 2.13."""
+    with suppress(RuntimeError):
+        torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
+
+
+def closed_connection(error: BaseException) -> str:
+    """The first line of ``error`` where a collective of torch's own over gloo has ended because another rank's
+    connection did; else empty. Its type is RuntimeError. Seen in 2.13."""
+    line = str(error).partition("\n")[0]
+    return line if type(error) is RuntimeError and "gloo/transport/tcp/pair.cc" in line else ""
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:

@@ -123,7 +123,7 @@ class Backend:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
         return (Backend, (self.config,))
 
-    def _connect(self, device: torch.device, params: Iterable[Tensor]) -> Ranks:
+    def _connect(self, device: torch.device, params: Sequence[Tensor]) -> Ranks:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
         self.config.refuse_device(device.type)
         self._segments.prepare(device)
@@ -145,7 +145,7 @@ class Backend:
         def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
             cache = GatheredCache(steps, accumulation)
             comm, store, early = ranks.communicator, self._store, self._early
-            return Runtime(index, comm, cache, accumulation, telemetry, store, ranks.device, code, early)
+            return Runtime(index, comm, cache, accumulation, telemetry, store, ranks.device, code, early, ranks.beside)
 
         self._planner = Planner(
             config,
@@ -168,6 +168,7 @@ class Backend:
             loss_only=config.loss_only,
             cut_by=config.cut_by,
             wires=config.wires,
+            groups=ranks.groups,
             staging=self._planner.staging,
         )
 

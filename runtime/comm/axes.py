@@ -2,7 +2,8 @@
 
 Along the last axis parameters are split. Where there is one before it, ranks of the same place in the last one have the
 same shards: HSDP (Zhao et al., 2023), for ranks whose links differ. Experts that ranks have some of each are split over
-those that have the same ones (Rajbhandari et al., 2022, "DeepSpeed-MoE").
+those that have the same ones (Rajbhandari et al., 2022, "DeepSpeed-MoE"). Beside the data axis may lie one of tensor
+parallelism, over which we communicate nothing of parameters: its ranks run the same programs, and fail together.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ class Axes:
 
     Attributes:
         name: of the mesh, for constants of graphs; other meshes of the same ranks have other names.
-        everyone: all ranks of the mesh.
+        everyone: all ranks that agree on plans and fail together: those of the mesh, and of an axis beside it.
         shards: ranks that parameters are split over.
         replicas: ranks that have the same shards; None where no others do.
         device_type: that groups of two axes communicate from; empty where there is one axis.
         experts: ranks next to each other that have other experts each; ``shards`` have the same ones then.
+        beside: ranks of an axis that is none of ours, which compute other parts of the same parameters; None where no
+            others do.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Axes:
     replicas: ProcessGroup | None = None
     device_type: str = ""
     experts: int = 1
+    beside: ProcessGroup | None = None
 
     @classmethod
     def one(cls, group: ProcessGroup) -> Axes:
@@ -44,7 +48,7 @@ class Axes:
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """Each once, in an order that ranks share."""
+        """Those that we communicate over, each once, in an order that ranks share."""
         found = [self.everyone, self.shards, *([self.replicas] if self.replicas is not None else [])]
         return list(dict.fromkeys(found))
 

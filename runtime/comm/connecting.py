@@ -15,6 +15,7 @@ from zerograph.runtime.comm.collectives import GroupCommunicator, LoneCommunicat
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.experts import ExpertCommunicator
 from zerograph.runtime.comm.hybrid import HybridCommunicator
+from zerograph.runtime.comm.paired import OwnConnections, SpanningCommunicator
 from zerograph.runtime.comm.rendezvous import Rendezvous, shared
 from zerograph.runtime.torch_private import backend_name
 
@@ -42,13 +43,23 @@ def connect_axes(axes: Axes, device: torch.device, rendezvous: Rendezvous | None
     """
     places = axes.places(axes.shards)
     if axes.replicas is None and axes.experts == 1:
-        return connect(axes.shards, device, rendezvous, places)
+        shards = connect(axes.shards, device, rendezvous, places)
+        return shards if axes.beside is None or rendezvous is None else _spanning(axes, shards, device, rendezvous)
     # A lone rank's shards are whole: a gather of them would be a copy.
     shards = connect(axes.shards, device, rendezvous, places) if len(places) > 1 else LoneCommunicator()
     if axes.replicas is None:
         return ExpertCommunicator(shards, connect(axes.everyone, device, rendezvous))
     replicas = connect(axes.replicas, device, rendezvous, axes.places(axes.replicas), gathers=False)
     return HybridCommunicator(shards, replicas)
+
+
+def _spanning(axes: Axes, shards: Communicator, device: torch.device, rendezvous: Rendezvous) -> Communicator:
+    assert axes.beside is not None
+    places = axes.places(axes.beside)
+    # Not shared memory: ranks there learn only from a message which program the others are in.
+    beside = GroupCommunicator(axes.beside, device, rendezvous, places, gathers=False)
+    own = OwnConnections(axes.beside, rendezvous, places, device) if beside.compares else None
+    return SpanningCommunicator(shards, beside, own)
 
 
 def connect(

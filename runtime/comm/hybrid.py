@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import torch_dtype
-from zerograph.runtime.comm.communicator import Communicator, HostGathers
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.paired import PairedCommunicator
-from zerograph.runtime.own_stream import Wait
 
 
 @dataclass(slots=True, eq=False)
@@ -38,30 +37,12 @@ class HybridCommunicator(PairedCommunicator):
         super().__init__(shards, replicas)
         self.shards, self.replicas = shards, replicas
         self.name = f"{shards.name}; between replicas {replicas.name}"
-        self.rank, self.world_size, self.pool = shards.rank, shards.world_size, shards.pool
-        self.per_host = shards.per_host if isinstance(shards, PairedCommunicator) else None
         self._last: _PendingHybrid | None = None  # that is not under way between replicas
 
     def enter(self, entry: Entry, *, compared: bool = False) -> None:
         """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self._last = None  # of a program that failed
         super().enter(entry, compared=compared)
-
-    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()) -> Any:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
-        return self.shards.start_gather(params, shards, behind)
-
-    def finish_gather(self, pending: Any) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
-        return self.shards.finish_gather(pending)
-
-    def host_parts(self, pending: Any) -> Sequence[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
-        return cast(HostGathers, self.shards).host_parts(pending)
-
-    def start_gather_inside(self, params: Sequence[Param], parts: Sequence[Tensor]) -> Any:
-        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
-        return cast(HostGathers, self.shards).start_gather_inside(params, parts)
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingHybrid:
         """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
@@ -89,12 +70,3 @@ class HybridCommunicator(PairedCommunicator):
         averaged = iter(self.replicas.finish_reduce(pending.replicas))
         rows = zip(pending.params, pending.results, strict=True)
         return [next(averaged) if grad.numel() else grad.to(torch_dtype(p.dtype)) for p, grad in rows]
-
-    def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Any:
-        """Between the ranks that hold the shards of one replica. See
-        :class:`~zerograph.runtime.comm.communicator.Communicator`."""
-        return self.shards.start_exchange(sends, sizes)
-
-    def finish_exchange(self, pending: Any) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
-        return self.shards.finish_exchange(pending)

@@ -40,6 +40,7 @@ class Peers:
         waits: how many waits of this rank there are now.
         void: keys of this rank that others may not read in the next generation; it deletes them before it meets.
         present: tells of a rank whether its process is there, as far as the transport knows.
+        hang_up: ends what others wait for that cannot look here; called once this rank knows that the generation ended.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Peers:
         self.collectives = 0
         self.notice_after, self.beat_every = NOTICE, min(NOTICE, timeout / 3)
         self.present: Callable[[int], bool] = lambda rank: True
+        self.hang_up: Callable[[], None] = lambda: None
         self.void: list[str] = []
         self.store = StoreClient(store, f"zerograph/{scope}", rank, timeout)
         weakref.finalize(self, _leave, self.store, rank, os.getpid())
@@ -62,6 +64,7 @@ class Peers:
         try:
             self.report(f"failed: {reason}")
             self._end(Ending(self.rank, "error", reason))
+            self.hang_up()
         except StoreLost as error:  # the error that is on its way matters more
             log.warning("rank %d cannot tell the others that it failed: %s", self.rank, error)
 
@@ -101,6 +104,7 @@ class Peers:
         return Ending.from_json(self.store.first(self._ended, ending.to_json()))
 
     def _error(self, ending: Ending, doing: str) -> ZeroGraphError:
+        self.hang_up()  # first: who waits for this rank answers no roll call
         if ending.kind == "connection":
             ending = replace(ending, gone=self._silent(ending.rank))
         return ending.error(f"rank {self.rank} cannot go on {doing}", self.roster, self.reports(ending.gone))

@@ -14,7 +14,9 @@ generation: it writes why under the generation's key of the group's store, and t
 word in shared memory; or they look at that key twice a second). Who sees this raises :class:`RankError` with the first
 rank's name and error, and ends the generation as well. So all ranks end it, each at the latest when it next enters a
 program: there is no other way on. A rank whose connection closes writes so instead, and ranks find out together who
-does not answer any more: that one is lost, and the one that saw it first did not fail.
+does not answer any more: that one is lost, and the one that saw it first did not fail. Beside tensor parallelism ranks
+also wait in collectives inside of segments, which look at nothing: who knows that the generation ended hangs up first,
+which closes the connections that these wait for (:class:`~zerograph.runtime.comm.paired.OwnConnections`).
 
 *Rendezvous.* The next ``enter`` of such a rank, or the next program it compiles, first says that it is here, and waits
 until all are. Then no rank works in the old generation any more, and none can begin to; each drops what it had in

@@ -41,7 +41,7 @@ from zerograph.runtime.executor.residency import GatheredCache
 from zerograph.runtime.executor.telemetry import Telemetry, label
 from zerograph.runtime.offload.saved import Returning
 from zerograph.runtime.offload.shards import ShardStore
-from zerograph.runtime.torch_private import is_held_alone
+from zerograph.runtime.torch_private import closed_connection, is_held_alone
 
 Callee = Callable[[list[Any]], Sequence[Any]]
 
@@ -59,6 +59,7 @@ class Runtime:
         device: where segments run.
         code: the user's function that was compiled, for messages.
         early: parameters that are updated inside of backwards, of all frames of the backend.
+        beside: whether ranks of another axis run the programs too, with collectives inside of segments.
     """
 
     frame: int
@@ -70,6 +71,7 @@ class Runtime:
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     code: str = "the model"
     early: EarlyUpdates = field(default_factory=lambda: EarlyUpdates({}, lambda: ()))
+    beside: bool = False
 
 
 class Executor:
@@ -88,7 +90,8 @@ class Executor:
         self.synchronizes = runtime.device.type != "cpu"
         self._arriving: list[Callable[[], None]] = []  # waits of the next gather for copies
         # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
-        self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
+        meets = runtime.beside or any(program.collectives())
+        self.sequence = int(program.digest[:15], 16) if meets else 0
         self.name = f"{program.kind} of {runtime.code}"
         # Looked up once, not for every instruction of every step.
         self.instructions = [(i, getattr(self, _method(i)), i.dead) for i in program.instructions]
@@ -178,8 +181,21 @@ class Executor:
         args = [registers[r] for r in instruction.args]
         for register in instruction.dead:
             registers[register] = None  # the segment's list is the last to know them
-        for register, value in zip(instruction.outs, self.segments[instruction.segment](args), strict=True):
+        try:
+            values = self.segments[instruction.segment](args)
+        except RuntimeError as error:
+            self._refuse_closed(error)
+            raise
+        for register, value in zip(instruction.outs, values, strict=True):
             registers[register] = value
+
+    def _refuse_closed(self, error: RuntimeError) -> None:
+        """Raises:
+        RankError: a rank that failed has closed a connection, which ``error`` says alone.
+        """
+        rendezvous, closed = self.comm.rendezvous if self.comm is not None else None, closed_connection(error)
+        if rendezvous is not None and closed:
+            raise rendezvous.disconnected(f"in the {self.name}", closed) from error
 
     def _view(self, instruction: View, registers: list[Any]) -> None:
         length = instruction.end - instruction.begin

@@ -39,7 +39,7 @@ class Lone(Agreement):
     """Of one of several ranks that are threads here: all it needs of a group is who it is."""
 
     def __init__(self, rank: int, world: int, path: Path, timeout: float) -> None:
-        self.rank, self.world_size = rank, world
+        self.rank, self.world_size, self.peers = rank, world, range(world)
         self.rendezvous = Rendezvous(dist.FileStore(str(path / "store"), world), "test", rank, world, timeout)
         self._first = {}
 
@@ -85,6 +85,17 @@ def test_the_first_difference_is_named_on_every_rank(tmp_path: Path) -> None:
         assert f"rank {1 - rank} only: gather bucket 1: {theirs} [4] float32" in message
         assert f"rank {rank} only: gather bucket 1: {mine} [4] float32" in message
         assert "hint: every rank must use the same parameters in the same order" in message
+
+
+def test_ranks_beside_are_told_and_not_compared(tmp_path: Path) -> None:
+    """Of 2 x 2 ranks the odd ones have other parts: plans are gathered from all, programs compared among two."""
+
+    def act(agreement: Agreement) -> list[Any]:
+        agreement.peers = range(agreement.rank % 2, 4, 2)
+        agreement.check("train", program("w", *["uneven"] * (agreement.rank % 2)))
+        return agreement.gather("budget", agreement.rank)
+
+    assert each(tmp_path, act, act, act, act) == [[0, 1, 2, 3]] * 4
 
 
 def test_later_programs_of_a_frame_ask_nobody(tmp_path: Path) -> None:

@@ -18,6 +18,14 @@ def test_operators() -> None:
     assert torch_private.LOOKUP_SEED not in torch_private.SEEDS
 
 
+def test_where_collectives_name_their_group() -> None:
+    functional = torch.ops._c10d_functional
+    assert torch_private.place_of_group(functional.all_reduce.default) == 2
+    assert torch_private.place_of_group(functional.reduce_scatter_tensor.default) == 3
+    for other in (functional.wait_tensor.default, aten.add.Tensor, len):
+        assert torch_private.place_of_group(other) is None
+
+
 def test_the_partitioners_lists() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -61,6 +61,31 @@ def test_a_group_by_its_name(group: dist.ProcessGroup) -> None:
     assert torch_private.resolve_group(group.group_name) is group
 
 
+def test_a_group_that_functional_collectives_alone_find(group: dist.ProcessGroup) -> None:
+    store, functional = dist.PrefixStore("named", torch_private.default_store()), torch.ops._c10d_functional
+    own = torch_private.gloo_group(store, 0, 1, timedelta(seconds=5), CPU, timedelta(seconds=6))
+    assert torch_private.timeout_of(own, CPU) == 6
+    torch_private.name_group("ours", own)
+    summed = functional.all_reduce.default(torch.ones(2), "sum", "ours")
+    assert functional.wait_tensor.default(summed).tolist() == [1, 1]
+    assert own not in dist.distributed_c10d._world.pg_map
+    torch_private.unname_group("ours")
+    torch_private.unname_group("ours")  # nothing happens
+    with pytest.raises(RuntimeError, match="ours"):
+        functional.all_reduce.default(torch.ones(2), "sum", "ours")
+
+
+def test_errors_of_closed_connections(group: dist.ProcessGroup) -> None:
+    """Real ones are in tests/numerics/test_tensor_parallel_errors.py."""
+    closed = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:132."
+    assert torch_private.closed_connection(RuntimeError(f"{closed}\nmore")) == closed
+    late = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:85] Timed out waiting 1800000ms"
+    )
+    for other in (late, ValueError(closed), KeyboardInterrupt()):
+        assert torch_private.closed_connection(other) == ""
+
+
 def test_process_groups(group: dist.ProcessGroup) -> None:
     assert torch_private.backend_name(group, CPU) == "gloo"
     assert torch_private.timeout_of(group, CPU) == 77

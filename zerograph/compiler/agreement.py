@@ -28,15 +28,31 @@ from zerograph.runtime.torch_private import backend_name
 
 
 class Agreement:
-    """The sequences agreed so far, of one backend on one rank."""
+    """The sequences agreed so far, of one backend on one rank.
 
-    def __init__(self, group: dist.ProcessGroup, rendezvous: Rendezvous) -> None:
+    Attributes:
+        peers: the ranks whose programs have the same collectives as this one's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rendezvous: Rendezvous, peers: Sequence[int] | None = None) -> None:
         self.rank, self.world_size, self.rendezvous, self._group = group.rank(), group.size(), rendezvous, group
+        self.peers = range(self.world_size) if peers is None else peers
         self._first: dict[str, dict[str, list[str]]] = {}
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup, device: torch.device, plan: GivenPlan | None = None) -> Agreement | None:
+    def open(
+        cls,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        plan: GivenPlan | None = None,
+        peers: Sequence[int] | None = None,
+    ) -> Agreement | None:
         """An agreement between the ranks of ``group``, who all call this; None where ranks are simulated.
+
+        Args:
+            plan: to replay.
+            peers: the ranks that this one shares parameters with, by their numbers in ``group``; all, unless given.
+                Others have parts of the same parameters, which may have other shapes.
 
         Raises:
             CollectiveMismatch: ranks were given different plans to replay, or some of them none.
@@ -46,7 +62,7 @@ class Agreement:
             return None
         mine = (plan.plan.digest if plan is not None else None, str(plan))
         _compare_plans(shared(group, mine))
-        return cls(group, Rendezvous.open(group, device))
+        return cls(group, Rendezvous.open(group, device), peers)
 
     @contextmanager
     def compiling(self, code: str, communicator: Communicator) -> Iterator[None]:
@@ -127,7 +143,7 @@ class Agreement:
         name = f"agreement/{key}/{self.rank}"
         self.rendezvous.void.append(name)  # should this fail, the next try may broadcast another sequence
         self.broadcast(key, sequence)
-        for other in range(self.world_size):
+        for other in self.peers:
             _compare(key, f"rank {other}", self.receive(key, other), f"rank {self.rank}", sequence)
         self.rendezvous.void.remove(name)
 

@@ -43,6 +43,7 @@ class Compilation:
         loss_only: whether a forward that trains returns None in place of logits.
         cut_by: whether plans may run layers for some tokens or some samples at a time.
         wires: what parameters and gradients are sent as.
+        groups: the group that graphs use instead of each of the user's, by name.
         staging: the tier whose memory NVMe reads and writes: the host's, where that is not the device's.
         text_of: a graph as text, to show what passes did to it; empty where nobody reads it.
     """
@@ -59,5 +60,6 @@ class Compilation:
     loss_only: bool = False
     cut_by: tuple[CutBy, ...] = ()
     wires: Wires = Wires()  # noqa: RUF009  immutable
+    groups: Mapping[str, str] = field(default_factory=dict)
     staging: Tier = "device"
     text_of: Callable[[fx.GraphModule], str] = lambda _: ""

@@ -25,6 +25,7 @@ from zerograph.compiler.frame_cache import FrameFile
 from zerograph.compiler.frame_plan import Planner, plain
 from zerograph.compiler.loss_only import return_loss_only
 from zerograph.compiler.lowering.lower import lower, returned_names
+from zerograph.compiler.lowering.own_groups import use_own_groups
 from zerograph.compiler.lowering.segments import Callee
 from zerograph.compiler.parameter_mutations import refuse_mutations
 from zerograph.compiler.repetition.repeat import Joint, Repeat
@@ -136,6 +137,7 @@ def to_program(frame: Frame, kind: Kind, gm: fx.GraphModule) -> tuple[Callee, ..
     returned = returned_names(gm) if kind == "forward" else ()
     rewrite(frame, kind, gm, kind, "graph")
     made = frame.compilation
+    use_own_groups(gm.graph, made.groups)
     program, segments = lower(gm, kind, made.segments, frame.plan, made.staging, returned)
     frame.programs[kind] = program
     frame.seconds += time.perf_counter() - start

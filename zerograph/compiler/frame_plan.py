@@ -124,7 +124,8 @@ class Planner:
                 f"{asked} on {device.type} needs to be told how much memory a rank may use",
                 f'for example zerograph.backend({asked}, memory="8GiB")',
             )
-        host = self._machine.capacity("host", self._world_size * self._replicas)
+        ranks = self._agreement.world_size if self._agreement is not None else self._world_size * self._replicas
+        host = self._machine.capacity("host", ranks)  # ranks beside tensor parallelism share it too
         most = {tier: config.room(tier) or (host if tier == "host" else sys.maxsize) for tier in OFFLOAD_TIERS}
         mine: dict[str, Any] = {"memory": memory, "most": most, "free": free}
         reports = self._agreement.gather("budget", mine) if self._agreement is not None else [mine]
@@ -305,7 +306,7 @@ class Planner:
                 raise InfeasibleError(f"on rank {rank} {answer['failure']}{self._whose_room()}", answer["hint"])
         # Of equal needs the lowest rank's, so that every rank takes the same plan.
         most = max(range(len(found)), key=lambda rank: (found[rank]["need"], -rank))
-        return Plan.from_json(agreement.receive(f"{question}: text", most))
+        return _of_this_rank(Plan.from_json(agreement.receive(f"{question}: text", most)), step)
 
     def _without_collectives(self, step: Step, states: int) -> Plan:
         try:
@@ -377,6 +378,13 @@ class Planner:
             shape, home = shared_by_us(param)
         experts = self._world_size // home.ranks
         return Param(name, shape, dtype, dtype, dtype, param.requires_grad, home, experts=experts)
+
+
+def _of_this_rank(plan: Plan, step: Step) -> Plan:
+    """``plan`` with the parameters of ``step``, whose parts may have other shapes beside tensor parallelism."""
+    own = {param.name: param for param in step.params}
+    buckets = [replace(one, params=tuple(own.get(p.name, p) for p in one.params)) for one in plan.buckets]
+    return replace(plan, buckets=tuple(buckets))
 
 
 def placement_of(config: Config) -> Placement:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from zerograph.compiler.loss_only import return_loss_only
 from zerograph.compiler.lowering.lower import keep_together
+from zerograph.compiler.lowering.own_groups import use_own_groups
 from zerograph.compiler.lowering.segments import interpret
 from zerograph.compiler.parameter_mutations import refuse_mutations
 from zerograph.compiler.repetition.shorten import few_layers
@@ -63,6 +64,7 @@ REWRITES: tuple[Rewrite, ...] = (
     *_passes("planned", "joint"),
     Rewrite("joint", split_by_minimum_cut),
     *_passes("pair", "graph", "forward", "backward", "inference"),
+    Rewrite("lowered", use_own_groups),
     Rewrite("lowered", keep_together),
     Rewrite("lowered", interpret),
 )

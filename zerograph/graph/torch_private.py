@@ -57,6 +57,18 @@ def changes_inputs(target: Any) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
+_FUNCTIONAL = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
+
+
+def place_of_group(target: Any) -> int | None:
+    """The place among the arguments of a functional collective where its group's name is; None of other operators.
+    Those of other libraries may look for the group in more than torch's table of names. Seen in 2.13."""
+    if not isinstance(target, OpOverload) or target.namespace not in _FUNCTIONAL:
+        return None
+    names = [argument.name for argument in target._schema.arguments]
+    return names.index("group_name") if "group_name" in names else None
+
+
 def named_arguments(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of the operator ``target`` by name, as its schema has them, which is private.
     Seen in 2.11, 2.13."""

@@ -52,7 +52,7 @@ class Adoption:
     def __init__(
         self,
         config: Config,
-        connect: Callable[[torch.device, Iterable[Tensor]], Ranks],
+        connect: Callable[[torch.device, Sequence[Tensor]], Ranks],
         adopted: Callable[[Iterable[nn.Parameter]], None] = lambda _: None,
         reads: Callable[[Communicator], UncompiledReads | None] = lambda _: None,
         everything: Callable[[], list[Any]] = gc.get_objects,

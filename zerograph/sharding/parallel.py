@@ -12,6 +12,7 @@ same experts as this one shard these.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -142,6 +143,17 @@ def mesh_of_both(named: Mapping[str, Tensor], mesh: DeviceMesh | None) -> Device
         )
     _refuse_placements(named)
     return _joined(name, axis, mesh)
+
+
+def mesh_beside(params: Iterable[Tensor], mesh: DeviceMesh) -> DeviceMesh | None:
+    """``mesh`` and the axis that DTensors among ``params`` lie on; None where there is none, or where sharding will
+    refuse it. All ranks of both axes call this together."""
+    axes = list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))
+    if len(axes) != 1 or axes[0].ndim != 1 or mesh.ndim != 1:
+        return None
+    with suppress(RuntimeError):
+        return joined(mesh, axes[0])
+    return None
 
 
 def _refuse_placements(named: Mapping[str, Tensor]) -> None:

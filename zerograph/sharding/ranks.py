@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,20 +16,21 @@ from zerograph.compiler.agreement import Agreement
 from zerograph.core.arguments import require
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
-from zerograph.runtime.comm.axes import axes_of, axes_of_experts
+from zerograph.runtime.comm.axes import Axes, axes_of, axes_of_experts
 from zerograph.runtime.comm.collectives import LoneCommunicator
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.connecting import connect_axes, keeps_to_group
-from zerograph.runtime.comm.paired import PairedCommunicator
+from zerograph.runtime.comm.paired import PairedCommunicator, SpanningCommunicator
 from zerograph.runtime.comm.roster import Roster
 from zerograph.runtime.dtensors import shard_ranks
+from zerograph.runtime.joined import everyone_on, other_axis
 from zerograph.runtime.offload.host import AcceleratorHost, HostMemory
 from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
 from zerograph.sharding.files.checkpoint_folders import watch_checkpoints
 from zerograph.sharding.foreign_code import explain_shards
 from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
-from zerograph.sharding.parallel import mesh_with_experts
+from zerograph.sharding.parallel import mesh_beside, mesh_with_experts
 from zerograph.sharding.shards import default_group
 
 log = logging.getLogger(__name__)
@@ -62,8 +63,18 @@ class Ranks:
     per_host: int | None = None
     experts: DeviceMesh | None = None
 
+    @property
+    def beside(self) -> bool:
+        """Whether ranks of another axis run the same programs, with collectives of the user's among themselves."""
+        return isinstance(self.communicator, SpanningCommunicator)
+
+    @property
+    def groups(self) -> Mapping[str, str]:
+        """The group that graphs are to use instead of each of the user's, by name."""
+        return self.communicator.groups if isinstance(self.communicator, SpanningCommunicator) else {}
+
     @classmethod
-    def connect(cls, config: Config, device: torch.device, params: Iterable[Tensor] = ()) -> Ranks:
+    def connect(cls, config: Config, device: torch.device, params: Sequence[Tensor] = ()) -> Ranks:
         """Find the mesh and connect to the other ranks, who all call this.
 
         Args:
@@ -83,17 +94,28 @@ class Ranks:
         experts, axes = mesh_with_experts(params, mesh), axes_of(mesh)
         if experts is not None:
             axes = axes_of_experts(axes, experts.get_group(0), experts.size(1))
+        else:
+            axes = _beside_others(axes, mesh_beside(params, mesh))
         if host is not None:
             for group in (*axes.groups, *(experts.get_all_groups() if experts is not None else ())):
                 reach_host(group)
         find_inf_on_all_ranks()
         explain_shards()
         watch_checkpoints()
-        agreement = Agreement.open(axes.everyone, device, config.plan)
+        peers = axes.places(axes.shards) if axes.beside is not None else None
+        agreement = Agreement.open(axes.everyone, device, config.plan, peers)
         communicator = connect_axes(axes, device, agreement.rendezvous if agreement is not None else None)
         split = shard_ranks(mesh)
         per_host = communicator.per_host if isinstance(communicator, PairedCommunicator) else None
         return cls(device, split, mesh, communicator, agreement, host, mesh.size() // split, per_host, experts)
+
+
+def _beside_others(axes: Axes, both: DeviceMesh | None) -> Axes:
+    """``axes`` with the ranks of the other axis of ``both``, where it has several."""
+    other = other_axis(both) if both is not None else None
+    if both is None or other is None or other.size() == 1:
+        return axes
+    return replace(axes, everyone=everyone_on(both), beside=other.get_group())
 
 
 def _refuse_beside_current(device: torch.device) -> None:
