@@ -13,7 +13,8 @@ Prediction. By bytes: of P bytes of fp32 parameters a ring over all ranks sends 
 0.5 P for each of two gathers and a reduction of two hosts: 1.5 P at stage 3 and 1.0 P below, as with replicas. At
 200 Mbit/s that is the step: half of the time of `fully_shard` over all ranks, two thirds of compiled DDP's at stages 1
 and 2, and replicas no longer than `fully_shard` on the same mesh. Int8 gathers are 0.13 P each, and an int4 reduction
-0.06 P: 0.31 P at stage 3 and a third of its time. In parts of the batch each weight is gathered twice
+0.06 P: 0.31 P at stage 3 and a third of its time. Where hosts keep what came from others for the backward, one gather
+less: 0.2 P, as at stage 2, and its time. In parts of the batch each weight is gathered twice
 and reduced once, whatever the parts: of eight an eighth of the loop's bytes, and 0.2 of its time, as the link is what a
 step waits for. Of a Mixtral experts are eight tenths of P. Divided over all four ranks these are not sent at all, and
 256 tokens of 2 choices of each rank, 1 KiB each, go to the other host 5 times in half of the cases: 2.6 MB in each of
@@ -54,7 +55,9 @@ from variants import title
 OUT = Console(width=None if sys.stdout.isatty() else 160)
 REFERENCE = "ddp"
 FLAT = ("zg3", "fsdp", "fsdp-compiled")
-WIRED = [f"{stage}:gather_wire=int8:reduce_wire=int4" for stage in ("zg2", "zg3")]
+KEPT = "zgauto:memory=43MiB:recompute=none:bucket_size=4MiB"
+"""Room for the parts that hosts keep of the default model's buckets, and not for whole ones."""
+WIRED = [f"{stage}:gather_wire=int8:reduce_wire=int4" for stage in ("zg2", "zg3", KEPT)]
 ROUNDED = (0.01, 0.03)
 """What fewer bits may change of a loss, and of a gradient's norm as its share."""
 

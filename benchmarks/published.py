@@ -46,6 +46,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zerograph.core.machine import GB, Machine
+from zerograph.core.plan import Plan
+from zerograph.core.step import Param
 from zerograph.core.timeline import Forecast
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import forecast_file
@@ -391,9 +393,18 @@ def _blocks(model: nn.Module) -> nn.ModuleList:
 def _forecast(run: Run) -> Forecast:
     """The forecast of one micro-batch and the update."""
     machine, traced = MACHINES[run.machine], _traced(_key(run))
-    plan = replace(traced.frame.plan, world_size=run.world, replicas=run.replicas)
-    traced.frame.plan = plan
+    traced.frame.plan = _over(traced.frame.plan, run.world, run.replicas)
     return forecast_file(run.model, traced, machine).forecast
+
+
+def _over(plan: Plan, ranks: int, replicas: int) -> Plan:
+    """The same plan with its parameters over so many ranks."""
+
+    def laid(params: Iterable[Param]) -> tuple[Param, ...]:
+        return tuple(replace(p, home=p.home.over(ranks)) for p in params)
+
+    buckets = tuple(replace(bucket, params=laid(bucket.params)) for bucket in plan.buckets)
+    return replace(plan, world_size=ranks, replicas=replicas, buckets=buckets)
 
 
 def _key(run: Run) -> Run:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from zerograph.core.plan import Param
-from zerograph.runtime.comm.communicator import Communicator
+from zerograph.runtime.comm.communicator import Communicator, HostGathers
 from zerograph.runtime.comm.paired import PairedCommunicator
 from zerograph.runtime.own_stream import Wait
 
@@ -68,6 +68,18 @@ class ExpertCommunicator(PairedCommunicator):
         """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return _in_order((each.places, each.of.finish_gather(each.pending)) for each in pending)
 
+    def host_parts(self, pending: list[_Under]) -> list[Tensor]:
+        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
+        return _in_order((each.places, cast(HostGathers, each.of).host_parts(each.pending)) for each in pending)
+
+    def start_gather_inside(self, params: Sequence[Param], parts: Sequence[Tensor]) -> list[_Under]:
+        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`. Plans keep no parts in steps with experts, as
+        the ranks that have the same ones may not communicate in two levels."""
+        return [
+            _Under(of, at, cast(HostGathers, of).start_gather_inside(own, [parts[place] for place in at]), experts)
+            for of, at, own, experts in self._parts(params)
+        ]
+
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[_Under]:
         """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return [
@@ -94,6 +106,6 @@ def _mean(pending: _Under) -> list[Tensor]:
     return found if pending.experts == 1 else list(torch._foreach_div(found, pending.experts))
 
 
-def _in_order(parts: Iterable[tuple[list[int], list[Tensor]]]) -> list[Tensor]:
+def _in_order(parts: Iterable[tuple[list[int], Sequence[Tensor]]]) -> list[Tensor]:
     found = {place: tensor for places, tensors in parts for place, tensor in zip(places, tensors, strict=True)}
     return [found[place] for place in range(len(found))]

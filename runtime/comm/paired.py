@@ -139,7 +139,7 @@ class OwnConnections:
         self._generation = -1
         _NAMES.add(self.name)
         rendezvous.hang_up = partial(_close, self.name, self._own)
-        weakref.finalize(rendezvous, _NAMES.discard, self.name)  # which may hang up as long as it lives
+        weakref.finalize(rendezvous, _forget, self.name)  # which may hang up as long as it lives
         self.follow()
 
     def follow(self) -> None:
@@ -162,6 +162,11 @@ class OwnConnections:
 
 _NAMES: set[str] = set()
 # Torch's table of groups is the process's.
+
+
+def _forget(name: str) -> None:
+    unname_group(name)
+    _NAMES.discard(name)
 
 
 def _close(name: str, own: list[dist.ProcessGroup]) -> None:

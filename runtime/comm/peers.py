@@ -64,9 +64,10 @@ class Peers:
         try:
             self.report(f"failed: {reason}")
             self._end(Ending(self.rank, "error", reason))
-            self.hang_up()
         except StoreLost as error:  # the error that is on its way matters more
             log.warning("rank %d cannot tell the others that it failed: %s", self.rank, error)
+        finally:
+            self.hang_up()
 
     def differ(self, difference: ZeroGraphError) -> ZeroGraphError:
         """The error to raise for a ``difference`` between ranks that this rank has found; the others raise the same."""

@@ -173,8 +173,8 @@ def _as_sent(param: Param) -> Param:
     """What is gathered of ``param``: itself, or as bytes."""
     if param.gather_wire is None:
         return param
-    size = param.home.ranks * param.sent_bytes
-    return Param(param.name, (size,), "uint8", "uint8", "uint8", False, Layout("rows", param.home.ranks))
+    size, ranks = param.home.ranks * param.sent_bytes, param.home.ranks
+    return Param(param.name, (size,), "uint8", "uint8", "uint8", False, Layout("rows", ranks), experts=param.experts)
 
 
 def finish_gather(comm: Communicator, pending: Any) -> list[Tensor]:

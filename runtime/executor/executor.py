@@ -184,7 +184,8 @@ class Executor:
         try:
             values = self.segments[instruction.segment](args)
         except RuntimeError as error:
-            self._refuse_closed(error)
+            if self.runtime.beside:
+                self._refuse_closed(error)
             raise
         for register, value in zip(instruction.outs, values, strict=True):
             registers[register] = value
@@ -234,6 +235,7 @@ class Executor:
             if parts is not None:
                 pending = start_gather_inside(cast(HostGathers, self.comm), instruction.params, parts)
             else:
+                self.cache.in_host.drop_stale(instruction.bucket)
                 if not instruction.fetched:
                     shards = self.store.fetches.finish(self.store.fetches.start(instruction.params, shards))
                 shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]

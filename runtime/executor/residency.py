@@ -68,7 +68,7 @@ class Buckets:
 
     def lookup(self, bucket: int, params: Sequence[Param]) -> list[Tensor] | None:
         """Those of ``params``, when all are there."""
-        self._drop_stale(bucket)
+        self.drop_stale(bucket)
         there = self._there.get(bucket)
         if there is None or any(p.name not in there for p in params):
             return None
@@ -76,7 +76,7 @@ class Buckets:
 
     def store(self, bucket: int, params: Sequence[Param], tensors: Sequence[Tensor]) -> None:
         """Keep what a program gathered of ``params``."""
-        self._drop_stale(bucket)
+        self.drop_stale(bucket)
         own = {p.name: tensor for p, tensor in zip(params, tensors, strict=True)}
         # A program gathers those parameters of a bucket that it reads; another one may have gathered the others.
         self._there[bucket] = {**self._there.get(bucket, {}), **own}
@@ -101,9 +101,10 @@ class Buckets:
     def drop_all_stale(self) -> None:
         """All that is stale goes at once."""
         for bucket in tuple(self._stale):
-            self._drop_stale(bucket)
+            self.drop_stale(bucket)
 
-    def _drop_stale(self, bucket: int) -> None:
+    def drop_stale(self, bucket: int) -> None:
+        """The bucket goes, if it is stale."""
         if bucket in self._stale:
             self._stale.remove(bucket)
             self.drop(bucket)

@@ -6,6 +6,7 @@ Tests ``planner/programs/host_parts.py`` as it runs. Hosts are those that ranks 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -72,7 +73,8 @@ def _trained(**options: Any) -> tuple[list[float], list[int], set[str]]:
                 loss()
         with _counting() as calls:
             loss().backward()
-        gathers.append(len(calls))
+        gathers.append(calls["start_gather"])
+        assert not calls["trim"], "the backward gathers into the buffers of the forward"
         optimizer.step()
         optimizer.zero_grad()
     training = (bucket for bucket in backend.report().buckets if bucket.frame == 0)
@@ -94,16 +96,22 @@ def _raise(*_: Any) -> None:
 
 
 @contextlib.contextmanager
-def _counting() -> Iterator[list[None]]:
-    """One entry for each gather between hosts."""
-    calls, start = list[None](), TwoLevelCommunicator.start_gather
+def _counting() -> Iterator[Counter[str]]:
+    """Gathers between hosts, and times that free buffers go."""
+    calls = Counter[str]()
 
-    def counted(*arguments: Any) -> Any:
-        calls.append(None)
-        return start(*arguments)
+    def counted(name: str) -> Any:
+        method = getattr(TwoLevelCommunicator, name)
+
+        def call(*arguments: Any) -> Any:
+            calls[name] += 1
+            return method(*arguments)
+
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TwoLevelCommunicator, "start_gather", counted)
+        for name in ("start_gather", "trim"):
+            patch.setattr(TwoLevelCommunicator, name, counted(name))
         yield calls
 
 
@@ -111,7 +119,7 @@ def _both(**options: Any) -> None:
     with on_hosts():
         expected, twice, used = _trained(stage=3, **options)
         losses, once, kept = _trained(stage="auto", memory=ROOM, **options)
-    assert (used, kept) == ({"use"}, {"host"})
+    assert used == {"use"} and "host" in kept and "backward" not in kept
     assert losses == expected and losses[-1] < losses[0]
     # A forward gathers 16 buckets, and a backward those 8 with weights.
     assert (twice, once) == ([24] * STEPS, [16] * STEPS)

@@ -12,7 +12,6 @@ same experts as this one shard these.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from zerograph.core.errors import UnsupportedError
 from zerograph.core.layout import is_divided
 from zerograph.runtime.dtensors import is_sharded
 from zerograph.runtime.joined import joined, other_axis
-from zerograph.runtime.torch_private import as_dtensor, is_registered, local_tensor, strided_shard
+from zerograph.runtime.torch_private import as_dtensor, concatenated, is_registered, local_tensor, strided_shard
 
 
 class Parallel(NamedTuple):
@@ -148,12 +147,15 @@ def mesh_of_both(named: Mapping[str, Tensor], mesh: DeviceMesh | None) -> Device
 def mesh_beside(params: Iterable[Tensor], mesh: DeviceMesh) -> DeviceMesh | None:
     """``mesh`` and the axis that DTensors among ``params`` lie on; None where there is none, or where sharding will
     refuse it. All ranks of both axes call this together."""
-    axes = list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))
+    meshes = (param.device_mesh for param in params if isinstance(param, DTensor))
+    axes = list(dict.fromkeys(other_axis(lies_on) or lies_on for lies_on in meshes))  # some may be sharded already
     if len(axes) != 1 or axes[0].ndim != 1 or mesh.ndim != 1:
         return None
-    with suppress(RuntimeError):
-        return joined(mesh, axes[0])
-    return None
+    try:
+        concatenated(mesh, axes[0])
+    except RuntimeError:  # no axes of one mesh
+        return None
+    return joined(mesh, axes[0])
 
 
 def _refuse_placements(named: Mapping[str, Tensor]) -> None:

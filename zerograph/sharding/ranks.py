@@ -107,6 +107,9 @@ class Ranks:
         communicator = connect_axes(axes, device, agreement.rendezvous if agreement is not None else None)
         split = shard_ranks(mesh)
         per_host = communicator.per_host if isinstance(communicator, PairedCommunicator) else None
+        if agreement is not None and axes.everyone is not axes.shards:
+            # Ranks along another axis may lie on hosts otherwise, and all take one plan.
+            per_host = per_host if len(set(agreement.gather("ranks of each host", per_host))) == 1 else None
         return cls(device, split, mesh, communicator, agreement, host, mesh.size() // split, per_host, experts)
 
 

@@ -137,6 +137,8 @@ class Cells:
             self._write(register, task, module, "")
         if isinstance(instruction, WaitGather) and instruction.kept:
             name = f"{of.label(starter)}, kept in this host"
+            if before := self._kept.pop(instruction.bucket, None):
+                self._give(before, read)  # which no backward has gathered
             self._kept[instruction.bucket] = Cell(
                 name, "gathered", "device", instruction.kept, task, module, "", -1, gathered=True
             )

@@ -332,12 +332,15 @@ def _tiles(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 
 
 def _hosts(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
-    kept = set[int]()
+    gathered, kept = set[int](), set[int]()
     for program, place, each in _each(programs):
         if isinstance(each, WaitGather) and each.kept:
             kept.add(each.bucket)
-        elif isinstance(each, Gather) and each.inside:
-            if each.bucket not in kept:
+        elif isinstance(each, Gather) and not each.inside:
+            gathered.add(each.bucket)
+        elif isinstance(each, Gather):
+            # A backward that alone reads a bucket finds nothing, and gathers it from all hosts.
+            if each.bucket in gathered and each.bucket not in kept:
                 yield Wrong.at("hosts", program, place, "begins inside of hosts, which keep nothing of it")
             if each.ended:
                 kept.discard(each.bucket)

@@ -20,6 +20,7 @@ from zerograph.runtime.comm.connecting import connect_axes
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.experts import ExpertCommunicator
 from zerograph.runtime.comm.rendezvous import Rendezvous
+from zerograph.runtime.comm.wires import finish_gather, start_gather
 
 WORLD = 4
 CPU = torch.device("cpu")
@@ -54,6 +55,9 @@ def _collectives(transport: str, experts: int) -> str:
             assert shard.shape == p.shard_shape(rank)
         for p, expected, found in zip(some, full, comm.finish_gather(comm.start_gather(some, own)), strict=True):
             assert torch.equal(found, expected), p.name
+        wired = [replace(p, gather_wire="bf16") for p in some]
+        for p, expected, found in zip(wired, full, finish_gather(comm, start_gather(comm, wired, own)), strict=True):
+            assert torch.equal(found, expected.bfloat16().float()), p.name
         found = comm.finish_reduce(comm.start_reduce(params(experts), [values(p, rank) for p in params(experts)]))
     for p, mine in zip(params(experts), found, strict=True):
         ranks = range(kind, WORLD, experts) if p.experts > 1 else range(WORLD)

@@ -22,10 +22,11 @@ from zerograph.core.param_bytes import kept_in_host
 from zerograph.core.step import Param
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm import shared_memory
-from zerograph.runtime.comm.collectives import sum_over_ranks, together
+from zerograph.runtime.comm.collectives import LoneCommunicator, sum_over_ranks, together
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.connecting import ranks_of_each
 from zerograph.runtime.comm.entry import Entry
+from zerograph.runtime.comm.experts import ExpertCommunicator
 from zerograph.runtime.comm.two_level import TwoLevelCommunicator
 from zerograph.runtime.comm.wires import finish_gather, host_parts, start_gather, start_gather_inside
 
@@ -96,6 +97,13 @@ def _kept_parts() -> None:
             again = finish_gather(comm, start_gather_inside(comm, wanted, [parts[i] for i in some]))
         for i, tensor in zip(some, again, strict=True):
             torch.testing.assert_close(tensor, full[i], rtol=0, atol=0, msg=params[i].name)
+    # A frame of a model with experts that reads none.
+    comm = ExpertCommunicator(LoneCommunicator(), comm)
+    with together(comm, Entry("test", 3, 0)):
+        finish_gather(comm, gather := start_gather(comm, wired, shards))
+        again = finish_gather(comm, start_gather_inside(comm, wired, host_parts(comm, gather)))
+    for p, tensor, expected in zip(wired, again, full, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=0, msg=p.name)
 
 
 def test_hosts_gather_the_same_bits_from_the_parts_that_they_kept() -> None:

@@ -201,7 +201,7 @@ class _Lowering:
             case ops.GATHER:
                 size = sent_bytes(info.params)
                 shards, out = self._regs(node.args[0]), self._register(node)
-                resident = self.kind == "backward" and self._residency(info) != "use"
+                resident = self.kind == "backward" and stays_resident(self._residency(info), "forward")
                 instruction: Instruction = Gather(
                     info.bucket, info.params, shards, out, bytes=size, **_tile(info), resident=resident
                 )

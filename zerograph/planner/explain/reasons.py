@@ -60,7 +60,7 @@ def reasons(
     yield from _activations(plan, by_rule if constraints.recompute == "auto" else _ASKED, again)
     for bucket in plan.buckets:
         if bucket.placement == DEVICE:
-            why = _stays(bucket, rates, constraints.stage == "auto")
+            why = _stays(bucket, rates, plan.hosts, constraints.stage == "auto")
         else:
             why = _leaves(bucket, rates, moments)
         yield Reason(bucket.name, _decided(bucket), why)
@@ -155,7 +155,7 @@ def _decided(bucket: Bucket) -> str:
     return f"{count}, {gathered}, residency {bucket.residency}{ahead}{tied}{tiles}{placement}"
 
 
-def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
+def _stays(bucket: Bucket, rates: Rates, hosts: int, searched: bool) -> str:
     """Why ``bucket`` stays resident as long as it does: a gather more, or its bytes between forward and backward."""
     gather = format_seconds(rates.collective(sent_bytes(bucket.params)))
     held = format_bytes(bucket.gathered_bytes)
@@ -163,7 +163,7 @@ def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
         return f"it holds {held} between forward and backward, which saves a gather of {gather}"
     if bucket.residency == "host":
         inside = format_seconds(rates.inside(sent_bytes(bucket.params)))
-        part = format_bytes(kept_in_host(bucket.params, rates.machine.hosts(rates.world_size)))
+        part = format_bytes(kept_in_host(bucket.params, hosts))
         return f"a rank keeps {part} of it for the backward, whose gather takes {inside} in place of {gather}"
     if bucket.residency == "step":
         return "below stage 3 parameters stay whole from forward to backward"

@@ -30,8 +30,8 @@ def with_host_parts(
     found, coming, there = list[Instruction](), dict[int, int](), set[int]()
     for place, each in enumerate(instructions):
         if isinstance(each, Gather) and each.bucket in hosted:
-            # Coarse programs name no parameters: all of a bucket are gathered.
-            size = kept_in_host(each.params or hosted[each.bucket], plan.hosts)
+            # Of all parameters, whichever of them a program reads: what one takes another gives.
+            size = kept_in_host(hosted[each.bucket], plan.hosts)
             if kind == "backward" or each.bucket in there:
                 ended = size if kind == "backward" and last[each.bucket] == place else 0
                 each = _stated(made, each, inside=True, ended=ended)

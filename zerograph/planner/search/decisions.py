@@ -151,7 +151,13 @@ def residency(space: SearchSpace) -> Decision:
     rates = space.scheduler.rates
     sizes = {b.index: max(1, gathered_bytes(b.params)) for b in space.plan.buckets}
     rewards = {index: rates.collective(size) / size for index, size in sizes.items()}
-    choices = ("use", "backward") if space.plan.hosts == 1 else ("use", "host", "backward")
+    again = {
+        interval.bucket
+        for phase in (space.scheduler.phases(space.plan) if space.plan.hosts > 1 else ())
+        if phase.name == "backward"
+        for interval in phase.intervals
+    }
+    choices = {b: ("use", "host", "backward") if b in again else ("use", "backward") for b in sizes}
 
     def apply(plan: Plan, values: Values) -> Plan:
         may = {b: v for b, v in values.items() if plan.buckets[b].tiles == 1}
@@ -159,7 +165,7 @@ def residency(space: SearchSpace) -> Decision:
         return _with_buckets(plan, "residency", {b: v for b, v in may.items() if v != "host" or b in here})
 
     return Decision(
-        dict.fromkeys(by_reward(list(rewards), rewards.__getitem__), choices),
+        {index: choices[index] for index in by_reward(list(rewards), rewards.__getitem__)},
         lambda plan: {index: plan.buckets[index].residency for index in rewards},
         apply,
         alike=_parts(space),
