@@ -11,6 +11,7 @@ from zerograph.core.instructions import Accumulate, Compute, Computing, OffDevic
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.program import Program
 from zerograph.core.timeline import Span, Stream
+from zerograph.sim.costs import Fact
 
 LATE = 1 << 62
 """The order of what is taken at a moment, behind all that is given back then."""
@@ -29,7 +30,7 @@ class Tasks:
         instructions, after: with their programs, and the tasks that each waited for besides the one before it on its
             stream; empty unless asked for.
         free: by stream, when its last task ends.
-        streams: of each task.
+        streams, facts: of each task; facts only of those that were simulated.
         programs: the first task of each program.
         events: by tier, what is taken and given back when.
     """
@@ -39,6 +40,7 @@ class Tasks:
     ends: list[float] = field(default_factory=list)
     free: dict[Stream, float] = field(default_factory=dict)
     streams: list[Stream] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
     programs: list[int] = field(default_factory=list)
     after: list[tuple[int, ...]] = field(default_factory=list)
     events: dict[Tier, list[Event]] = field(default_factory=lambda: {tier: [] for tier in TIERS})

@@ -1,6 +1,6 @@
 """The search of deep steps where nothing is fixed: few layers tell what all do, and what it finds fits.
 
-Tests ``planner/search/few_layers.py``.
+Tests ``planner/search/few_layers.py`` and ``planner/programs/periods.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from planner.steps import transformer
 from zerograph.core.config import Recompute
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.param_bytes import state_bytes
-from zerograph.core.plan import Offload, Placement
+from zerograph.core.plan import Offload, Overlap, Placement
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.programs.forecasts import forecast_plan
+from zerograph.planner.programs.open_placements import open_placements
 from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.decisions import first
 from zerograph.planner.search.few_layers import by_few_layers
+from zerograph.planner.search.open_decisions import all_decisions
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.variants import spaces_of, variants_of
 
@@ -103,6 +106,24 @@ def test_layers_that_share_buckets_with_their_neighbours_tell_it_too(
     assert {b.placement for b in full.plan.buckets} == {placement}
     assert rough.seconds == pytest.approx(full.seconds, rel=1e-6)
     assert rough.peaks == pytest.approx(full.peaks, rel=1e-9)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward", "delayed"])
+def test_few_layers_tell_it_wherever_things_go(overlap: Overlap) -> None:
+    """Plans that need the least of a tier, for each number of layers whose activations are fetched ahead."""
+    step, constraints = transformer(LAYERS, 12288, 4096), replace(OPEN, overlap=overlap)
+    states = sum(state_bytes(step.over(16).params, 2))
+    variant = variants_of(Graph.of(step), constraints, DGX2)[0]
+    few = by_few_layers(next(spaces_of(step, constraints, DGX2, states, 2, variant)))
+    assert few is not None
+    tiers = constraints.tiers(DGX2)
+    own = all_decisions(few, constraints, open_placements("auto", tiers, constraints.sharding), tiers)
+    least = list(first(few.plan, own, least=True))
+    for i, plan in enumerate(least[:: len(least) // 6]):
+        rough = few.of(replace(plan, fetch_ahead=(1, 2, 4)[i % 3], prefetch=(0, 1, 4)[i // 3 % 3]))
+        full = few.full_of(rough)
+        assert rough.seconds == pytest.approx(full.seconds, rel=1e-6)
+        assert rough.peaks == pytest.approx(full.peaks, rel=1e-6)
 
 
 def test_few_layers_are_not_asked_where_all_are_cheap_to_simulate() -> None:

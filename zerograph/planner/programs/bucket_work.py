@@ -3,6 +3,8 @@ a scheduler, from what tells it apart."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from zerograph.core.instructions import (
     Compute,
     Free,
@@ -43,14 +45,14 @@ def reduced_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int, l
     part = scheduler.bucket_parts(bucket, tiles)[tile]
     size = part.shards.gradient if leaves else part.reduced
     key = ("reduced", bucket, tile, tiles, leaves)
-    return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient")
+    return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient", bucket=bucket)
 
 
 def offloaded_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) -> int:
     """The register of reduced gradients that have left the device for ``tier``."""
     part = scheduler.bucket_parts(bucket, tiles)[tile]
     key, name = ("into", bucket, tile, tiles, tier), f"gradient of {part.label}"
-    return scheduler.registers.get(key, name, part.shards.gradient, "gradient", tier)
+    return scheduler.registers.get(key, name, part.shards.gradient, "gradient", tier, bucket=bucket)
 
 
 def earlier_gradients(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) -> tuple[int, ...]:
@@ -59,9 +61,10 @@ def earlier_gradients(scheduler: Scheduler, bucket: int, tile: int, tiles: int, 
     part = scheduler.bucket_parts(bucket, tiles)[tile]
     leaves = part.shards.gradient if tier != "device" else 0
     key, name = ("earlier", bucket, tile, tiles, tier), f"gradient of {part.label}"
-    found = [scheduler.registers.get((*key, "leaves"), name, leaves, "gradient", tier)] if leaves else []
+    get = partial(scheduler.registers.get, bucket=bucket)
+    found = [get((*key, "leaves"), name, leaves, "gradient", tier)] if leaves else []
     if part.reduced > leaves:
-        found.append(scheduler.registers.get((*key, "stays"), name, part.reduced - leaves, "gradient"))
+        found.append(get((*key, "stays"), name, part.reduced - leaves, "gradient"))
     return tuple(found)
 
 

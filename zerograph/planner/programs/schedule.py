@@ -25,7 +25,7 @@ from zerograph.core.instructions import (
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.placement import second_copies
-from zerograph.core.plan import Placement, Plan
+from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.prefetching import UnshardedInterval, gathers_by_start, unsharded_intervals
 from zerograph.core.program import Register, Segment
 from zerograph.core.segment_profile import SegmentProfile
@@ -91,7 +91,7 @@ class Registers:
 
     Attributes:
         contents: what each holds.
-        bucket: of those that hold a gathered bucket or tile, or its full gradient.
+        bucket: of those that hold a gathered bucket or tile, or a gradient of one.
     """
 
     def __init__(self, contents: Iterable[Register] = ()) -> None:
@@ -192,8 +192,14 @@ class Scheduler:
 
     def moved(self, plan: Plan) -> TierBytes:
         """The change of memory held between steps by placements of buckets off the device, by tier."""
+        placements, staging = (bucket.placement for bucket in plan.buckets), self.rates.staging
+        ring = ring_bytes(zip(placements, self._streamed, strict=True), staging)
+        return *self.moved_of(plan, plan.buckets).items(), (staging, ring)
+
+    def moved_of(self, plan: Plan, buckets: Iterable[Bucket]) -> dict[Tier, int]:
+        """The same by placements of some ``buckets`` alone, without staging buffers."""
         found: dict[Tier, int] = {}
-        for bucket in plan.buckets:
+        for bucket in buckets:
             key = (bucket.index, bucket.placement)
             if key not in self._moved:
                 self._moved[key] = self.bucket_parts(bucket.index, 1)[0].shards.moved(bucket.placement)
@@ -202,8 +208,7 @@ class Scheduler:
             if second_copies(plan, bucket):
                 copies = self.bucket_parts(bucket.index, 1)[0].shards.at(bucket.placement).copies
                 found["host"] = found.get("host", 0) + copies
-        placements, staging = (bucket.placement for bucket in plan.buckets), self.rates.staging
-        return *found.items(), (staging, ring_bytes(zip(placements, self._streamed, strict=True), staging))
+        return found
 
     def update(self, host: Sequence[int]) -> Update:
         """The update on the device, when the states of the buckets ``host`` live off it."""

@@ -23,8 +23,9 @@ Look = tuple[Decisions, Decisions]
 """The decisions of plans that stay on the device, and of all plans."""
 LEVELS = 4, 3, 2
 """Levels of each tier that references are made of, at most."""
-STAYING, LEAVING = (16, 8), (70, 30)
-"""Plans that are looked at from references and between two others: of those that stay on the device, and of all."""
+STAYING, LEAVING, LEAVING_LARGE = (16, 8), (100, 30), (140, 60)
+"""Plans that are looked at from references and between two others: of those that stay on the device, of all, and of all
+of a large step, which is looked at in fewer ways."""
 ROUNDS = 2
 """Times that what lies between is halved."""
 ALIKE = 0.02
@@ -38,17 +39,17 @@ ROOM = 0.03
 class DeepSearch:
     """The plans that no other beats, judged by few layers."""
 
-    def __init__(self, looks: Sequence[Look], times: int = 1) -> None:
+    def __init__(self, looks: Sequence[Look], leaving: tuple[int, int] = LEAVING) -> None:
         """
         Args:
             looks: where to look: with everything open, and with one thing fixed.
-            times: how many times as many plans each looks at that leave the device.
+            leaving: plans that each looks at that leave the device.
         """
         found: dict[Candidate, None] = {}
-        for staying, leaving in looks:
+        for staying, decisions in looks:
             own = _explored(staying, (), STAYING)
             found |= dict.fromkeys(own)
-            found |= dict.fromkeys(_explored(leaving, frontier(own), (LEAVING[0] * times, LEAVING[1] * times)))
+            found |= dict.fromkeys(_explored(decisions, frontier(own), leaving))
         self._rough = sorted(frontier(found), key=lambda c: c.rank)
 
     def within(self, most: Sequence[int]) -> Candidate | None:

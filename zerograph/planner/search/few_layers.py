@@ -1,31 +1,43 @@
 """Plans of a deep step, judged by few of its layers.
 
 A plan says what :data:`PERIOD` layers of a run of alike ones do, and the others do the same in turn. Neighbours may
-share a bucket, which does as the first of them. The plan is simulated at two small depths, and what a period more adds
-is added once for every period that is left out (:mod:`~zerograph.planner.programs.depths`). That costs as much for
-1,000 layers as for fourteen, and tells which plans are worth a simulation of the whole step.
+share a bucket, which does as the first of them. The plan is simulated with :data:`SIMULATED` of them. The simulation
+shows how much one period more adds, which is added for every period that is left out
+(:mod:`~zerograph.planner.programs.periods`). That costs as much for 1,000 layers as for eight. It tells which plans are
+worth a simulation of the whole step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
-from zerograph.core.param_bytes import state_bytes
+from zerograph.core.instructions import Update
+from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import sizes_of_states, state_bytes
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.core.step import layer_of_activation
 from zerograph.planner.profile.regions import Life, Profile, Region, Work
 from zerograph.planner.programs.coarse import coarse_programs
-from zerograph.planner.programs.depths import continued, peaks_by_part
+from zerograph.planner.programs.periods import (
+    PERIODS,
+    Layers,
+    critical_path,
+    peaks_at_depth,
+    seconds_per_period,
+    sections_of,
+)
+from zerograph.planner.programs.rates import device_update
 from zerograph.planner.search.search_space import Candidate, SearchSpace
 from zerograph.sim.simulate import Peaks, walk
 
 PERIOD = 2
 """Layers that are told apart: what half of the layers do, one of these does."""
-SIMULATED = 6, 8
-"""Layers of a run that are simulated, by period."""
+SIMULATED = PERIOD * PERIODS
+"""Layers of a run that are simulated."""
 DEEP = 32
 """Layers of a run up to which a step is simulated as it is."""
 MANY = 128
@@ -45,33 +57,64 @@ class FewLayers(SearchSpace):
         few = [*run[:half], *run[-half:]]
         super().__init__(**_without(full, run[half:-half]))
         self._to_full = _Carrier(self, full, {layer: few[i % PERIOD] for i, layer in enumerate(run)})
-        self._depths = []
-        for depth in SIMULATED:
-            space = SearchSpace(**_without(full, run[depth - half : -half]))
-            layers = [*run[: depth - half], *run[-half:]]
-            carrier = _Carrier(self, space, {layer: few[i % PERIOD] for i, layer in enumerate(layers)})
-            self._depths.append((space, carrier))
-        self._times = (len(run) - SIMULATED[1]) / (SIMULATED[1] - SIMULATED[0])
+        self._simulated_space = space = SearchSpace(**_without(full, run[SIMULATED - half : -half]))
+        layers = [*run[: SIMULATED - half], *run[-half:]]
+        self._to_simulated = _Carrier(self, space, {layer: few[i % PERIOD] for i, layer in enumerate(layers)})
+        number, own = {layer: i for i, layer in enumerate(layers)}, _by_layer(space)
+        self._layers = Layers(number, {bucket: number[layer] for layer in layers for bucket in own[layer]})
+        # Those of a period in the middle are as those of every period that is left out.
+        inside = range(SIMULATED // 2, SIMULATED // 2 + PERIOD)
+        self._period = frozenset(bucket for bucket, layer in self._layers.of_bucket.items() if layer in inside)
+        self._times = (len(run) - SIMULATED) / PERIOD
+        self._updates: dict[frozenset[int], float] = {}
 
     def full_of(self, candidate: Candidate) -> Candidate:
         return self.full.of(self._to_full(candidate.plan))
 
     def _judged(self, plan: Plan) -> tuple[float, Peaks, int]:
-        (less, short, few), (more, long, many) = (
-            self._measured(space, carrier(plan)) for space, carrier in self._depths
-        )
-        peaks = tuple(
-            int(max(continued(a, b, self._times) for a, b in zip(one, two, strict=True)))
-            for one, two in zip(short, long, strict=True)
-        )
-        return continued(less, more, self._times), peaks, few + many
+        space, plan = self._simulated_space, self._to_simulated(plan)
+        scheduler, times = space.scheduler, self._times
+        programs = coarse_programs(scheduler, plan)
+        run = walk(programs, scheduler.costs)
+        sections, path = sections_of(run, self._layers, plan.prefetch, plan.fetch_ahead), critical_path(run)
+        seconds = seconds_per_period(run, sections, path)
+        # One instruction updates what all layers have on the device, and grows with them.
+        if any(type(run.facts[task].instruction) is Update and task >= run.programs[-1] for task in path):
+            seconds += self._update_per_period(plan)
+        held: dict[Tier, int] = defaultdict(int)
+        for tier, size in space.held + scheduler.moved(plan):
+            held[tier] += size
+        peaks = peaks_at_depth(run, sections, held, self._held_per_period(plan, programs[0].given), times)
+        return max(run.ends) + seconds * times, peaks, len(run.ends)
 
-    def _measured(self, space: SearchSpace, plan: Plan) -> tuple[float, list[list[int]], int]:
-        """Seconds, by tier the peaks of each part of the step, and tasks."""
-        scheduler = space.scheduler
-        run = walk(coarse_programs(scheduler, plan), scheduler.costs)
-        peaks = peaks_by_part(run, space.held + scheduler.moved(plan))
-        return max(run.ends, default=0.0), [[size for size, _ in parts] for parts in peaks], len(run.ends)
+    def _update_per_period(self, plan: Plan) -> float:
+        """Seconds of the update on the device that is behind the backward, of one period."""
+        scheduler, buckets = self._simulated_space.scheduler, [plan.buckets[i] for i in self._period]
+        host = frozenset(
+            bucket.index
+            for bucket in buckets
+            if bucket.placement.optimizer != "device" or (plan.overlap == "backward" and plan.updated_inside(bucket))
+        )
+        if host not in self._updates:
+            params = [own if i in self._period else () for i, own in enumerate(scheduler.buckets)]
+            sizes = sizes_of_states(chain.from_iterable(params), scheduler.moments)
+            self._updates[host] = scheduler.rates.seconds(device_update(params, host, sizes), ())
+        return self._updates[host]
+
+    def _held_per_period(self, plan: Plan, given: Iterable[int]) -> dict[Tier, float]:
+        """By tier the bytes of one period that are there when a step begins; the registers ``given`` are, too."""
+        space, found = self._simulated_space, defaultdict[Tier, float](float)
+        scheduler, registers = space.scheduler, space.scheduler.registers
+        for tier, size in scheduler.moved_of(plan, (plan.buckets[i] for i in self._period)).items():
+            found[tier] += size
+        for tier, size in self.full.held:
+            found[tier] += size / self._times
+        for tier, size in space.held:
+            found[tier] -= size / self._times
+        for register in given:
+            if registers.bucket.get(register) in self._period:
+                found[registers.contents[register].tier] += registers.contents[register].bytes
+        return found
 
 
 def by_few_layers(space: SearchSpace) -> FewLayers | None:

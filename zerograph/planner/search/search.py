@@ -32,7 +32,7 @@ from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.programs.open_placements import open_placements
 from zerograph.planner.search.constraints import PREFETCHES, Constraints, fixed_once, same_variants
 from zerograph.planner.search.decisions import first
-from zerograph.planner.search.deep_search import DeepSearch, Look
+from zerograph.planner.search.deep_search import LEAVING, LEAVING_LARGE, DeepSearch, Look
 from zerograph.planner.search.few_layers import by_few_layers
 from zerograph.planner.search.local_search import GROUPS, WORK, LocalSearch
 from zerograph.planner.search.open_decisions import all_decisions, staying
@@ -128,13 +128,13 @@ class Search:
     def _deep_search(self, spaces: Sequence[SearchSpace]) -> DeepSearch | None:
         """The search of a step that is too deep for this one, where nothing is fixed."""
         looks = list(fixed_once(self.constraints, self.tiers))
-        times = 1
+        leaving = LEAVING
         if looks and len(self.spaces[-1].plan.buckets) > LARGE:
-            looks, times = [one for one in looks if one.offload == "parameters"], 2
+            looks, leaving = [one for one in looks if one.offload == "parameters"], LEAVING_LARGE
         few = [space for space in map(by_few_layers, spaces if looks else ()) if space is not None]
         if not few or len(few) < len(spaces):
             return None
-        return DeepSearch([_look(one, few, self.tiers) for one in (self.constraints, *looks)], times)
+        return DeepSearch([_look(one, few, self.tiers) for one in (self.constraints, *looks)], leaving)
 
     def with_one_fixed(self) -> Iterator[Constraints]:
         """The constraints with one thing more fixed, at what the search considers; none of large steps."""
