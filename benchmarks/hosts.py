@@ -55,7 +55,7 @@ from variants import title
 OUT = Console(width=None if sys.stdout.isatty() else 160)
 REFERENCE = "ddp"
 FLAT = ("zg3", "fsdp", "fsdp-compiled")
-KEPT = "zgauto:memory=43MiB:recompute=none:bucket_size=4MiB"
+KEPT = "zgauto:memory=43MiB:recompute=0:bucket_size=4MiB"
 """Room for the parts that hosts keep of the default model's buckets, and not for whole ones."""
 WIRED = [f"{stage}:gather_wire=int8:reduce_wire=int4" for stage in ("zg2", "zg3", KEPT)]
 ROUNDED = (0.01, 0.03)

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,7 +100,7 @@ def test_hosts_keep_what_came_from_others_for_the_backward(hosts: list[Any]) -> 
     assert [sent for _, sent, _ in found] == pytest.approx([1.0] * 4, rel=0.02)
 
 
-def _kept_parts() -> tuple[list[float], float, str]:
+def _kept_parts(**wires: Any) -> tuple[list[float], float, str]:
     """By a plan that keeps all: a search has nothing to gain of so few layers."""
 
     def keeping(*given: Any, **options: Any) -> Plan:
@@ -107,23 +109,24 @@ def _kept_parts() -> tuple[list[float], float, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frame_plan, "plan_step", keeping)
-        return _trained(3, 1)
+        return _trained(3, 1, **wires)
+
+
+_AT_STAGE_3 = partial(_trained, 3, 1)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "bytes_sent"),
+    ("ranks", "bytes_sent", "trained"),
     # Of four bytes a gather sends one and an int4 reduction a half, and a scale for each 256; biases are as they were.
-    [((0, 0, 1, 1), 0.287), ((0, 1, 2), 0.383)],
-    ids=["two levels", "three hosts"],
+    [((0, 0, 1, 1), 0.287, _AT_STAGE_3), ((0, 0, 1, 1), 0.19, _kept_parts), ((0, 1, 2), 0.383, _AT_STAGE_3)],
+    ids=["two levels", "parts kept", "three hosts"],
 )
-def test_fewer_bits_between_hosts(hosts: list[Any], ranks: tuple[int, ...], bytes_sent: float) -> None:
-    found = run_on([hosts[host] for host in ranks], _wired)
+def test_fewer_bits_between_hosts(
+    hosts: list[Any], ranks: tuple[int, ...], bytes_sent: float, trained: Callable[..., Any]
+) -> None:
+    found = run_on([hosts[host] for host in ranks], partial(trained, gather_wire="int8", reduce_wire="int4"))
     assert_mean([losses for losses, *_ in found], _expected(len(ranks)), rtol=0.02)
     assert [sent for _, sent, _ in found] == pytest.approx([bytes_sent] * len(ranks), rel=0.1)
-
-
-def _wired() -> tuple[list[float], float, str]:
-    return _trained(3, 1, gather_wire="int8", reduce_wire="int4")
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (2, 1)], ids=["even", "uneven"])
