@@ -12,17 +12,13 @@ def without_gc() -> Iterator[None]:
     """Inside, Python's garbage collector is off, for work that makes many objects which stay alive.
 
     The collector looks through all of them again and again. That took a fifth of tracing a deep model and a quarter of
-    a search for a plan. Behind the block it would look through all of them once more, as young ones, so that they count
-    as old.
+    a search for a plan.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        # A user who switched it off keeps it off, and one who froze objects keeps them frozen.
+        # A user who switched it off keeps it off.
         if collects:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
