@@ -104,9 +104,9 @@ class Planner:
         self._hosts = 1
         if per_host is not None:
             self._machine = replace(self._machine, ranks_per_node=per_host)
-            self._hosts = world_size * replicas // per_host
+            self._hosts = max(1, world_size // per_host)  # each group of ranks that split a model is on so many
         if config.plan is not None:
-            refuse_hosts(config.plan, max(1, self._hosts // replicas))
+            refuse_hosts(config.plan, self._hosts)
         self._budget, self.room = 0, dict.fromkeys(TIERS[1:], sys.maxsize)
         self._whose: dict[Tier, str] = {}  # room it is, where ranks have different ones
         if config.searches or config.offload_tiers:

@@ -217,7 +217,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 after += before
                 now.append(task)
             facts.append(fact)
-            # As `Tasks.begin`, without a call: a search comes here half a million times.
+            # As `Tasks.begin`, without a call, which would be an eighth of the time of a search.
             start = free.get(stream, 0.0)
             for earlier in after:
                 if ends[earlier] > start:

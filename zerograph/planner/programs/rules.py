@@ -53,7 +53,7 @@ def plan_step(
         overlap: what updates of states off the device run beside.
         tiles: of parameters that are in several, by name; each has a bucket of its own.
         replicas: ranks that hold the same shards.
-        hosts: between which ranks communicate in a level of its own.
+        hosts: between which the ranks that shard over each other communicate in a level of its own.
         whole_layers: whether the parameters of a repeated layer share a bucket, however large.
     """
     tiles = tiles or {}
@@ -73,8 +73,7 @@ def plan_step(
         update=update,
         overlap=overlap,
         replicas=replicas,
-        # Each group of ranks that split a model is on some of them. Experts are gathered over other ranks.
-        hosts=1 if any(p.experts > 1 for p in step.params) else max(1, hosts // replicas),
+        hosts=1 if any(p.experts > 1 for p in step.params) else hosts,  # experts are gathered over other ranks
         # One is on its way to replicas, or between hosts, while the next one is summed where ranks are near.
         reductions=1 if replicas == hosts == 1 else 2,
     )

@@ -27,7 +27,7 @@ class Constraints:
         stage: 0 to 3 fix every bucket's residency; "auto" shards parameters and chooses it per bucket.
         world_size: ranks to shard over.
         replicas: ranks that hold the same shards.
-        hosts: between which ranks communicate in a level of its own.
+        hosts: between which the ranks that shard over each other communicate in a level of its own.
         bucket_size: bytes of gathered parameters per bucket, at most.
         prefetch: buckets gathered ahead, at most.
         recompute: as in :class:`~zerograph.core.config.Config`; "auto" chooses per layer.
