@@ -265,3 +265,10 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 65536)
     except OSError:  # what Linux says where nobody writes to it any more
         return b""
+
+
+def test_hosts_of_cpus_are_told() -> None:
+    line = "--layers 2 --hidden 256 --vocab 1k --machine cpu --dtype float32 --stage 3 --tier device --world"
+    told = "cpu: 2 hosts of 2 ranks, which communicate in two levels"
+    assert CliRunner().invoke(main, ["estimate", *line.split(), "4"]).stdout.startswith(told)
+    assert "hosts" not in CliRunner().invoke(main, ["estimate", *line.split(), "2"]).stdout

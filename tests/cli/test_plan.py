@@ -24,7 +24,7 @@ from zerograph.cli.plan import explanation
 from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.core.files.planfile import PlanFile, Reason
 from zerograph.core.machine import TIERS, machine_named
-from zerograph.core.plan import Placement
+from zerograph.core.plan import Placement, Plan
 from zerograph.core.timeline import STREAMS
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.explain.check_file import check_file
@@ -135,6 +135,33 @@ def test_replicas_share_a_host_and_average_between_them(model: Path, tmp_path: P
     seconds = [sum(s.end - s.start for s in file.forecast.spans if s.stream == "reduce") for file in files]
     assert seconds[1] > seconds[0]
     assert "4 ranks in each of 2 replicas" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "asked", [(), ("--memory", "64MiB"), ("--offload", "optimizer")], ids=["rule", "within", "off"]
+)
+def test_hosts_of_cpus_are_known_and_said(model: Path, tmp_path: Path, asked: tuple[str, ...]) -> None:
+    out = tmp_path / "plan.json"
+    given = (f"{model}:shallow", "--batch", "2", "--seq", "64", "--machine", "cpu", "-o", str(out), *asked)
+    result = run(*given, "--world", "4")
+    assert result.exit_code == 0, result.stderr
+    plan = PlanFile.from_json(out.read_text()).plan
+    assert (plan.hosts, plan.reductions) == (2, 2)
+    assert re.search(r"^hosts +2 hosts of 2 ranks, which communicate in two levels$", result.stdout, re.MULTILINE)
+    assert json.loads(CliRunner().invoke(main, ["show", str(out), "--json"]).stdout)["hosts"] == 2
+    if asked:
+        return
+    assert "hosts" not in run(*given, "--world", "2").stdout
+    assert (plan_of(out).hosts, plan_of(out).reductions) == (1, 1)
+    # A host has each replica: only averages cross the network.
+    assert "2 hosts of 2 ranks\n" in run(*given, "--world", "2", "--replicas", "2").stdout
+    assert (plan_of(out).hosts, plan_of(out).reductions) == (1, 2)
+    assert "hosts" not in run(*given, "--world", "16", "--machine", "a100-80gb").stdout
+    assert plan_of(out).hosts == 1, "NCCL knows them"
+
+
+def plan_of(file: Path) -> Plan:
+    return PlanFile.from_json(file.read_text()).plan
 
 
 def test_a_model_that_is_given_by_its_sizes(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from zerograph.core.machine import (
     TIERS,
     Machine,
     hops,
+    machine_named,
     memory_name,
     offload_tier,
     preset_for,
@@ -127,3 +128,18 @@ def test_a_machine_from_before_rings_has_no_steps() -> None:
     del data["intra_step"], data["inter_step"]
     found = Machine.from_json(json.dumps(data))
     assert found.collective(512) == found.inter
+
+
+def test_hosts_of_cpus_are_full_and_told() -> None:
+    cpu = machine_named("cpu")
+    found = {world: (cpu.hosts(world), cpu.per_host(world), cpu.describe_hosts(world)) for world in (1, 2, 5, 6)}
+    assert found == {
+        1: (1, None, ""),
+        2: (1, None, ""),
+        5: (1, None, "3 hosts of up to 2 ranks, which communicate in one level"),
+        6: (3, 2, "3 hosts of 2 ranks, which communicate in two levels"),
+    }
+    assert cpu.describe_hosts(2, replicas=3) == "3 hosts of 2 ranks"
+    assert replace(cpu, ranks_per_node=1).describe_hosts(2) == "2 hosts of 1 rank"
+    gpus = machine_named("a100-80gb")
+    assert (gpus.hosts(16), gpus.per_host(16), gpus.describe_hosts(16)) == (1, None, "")

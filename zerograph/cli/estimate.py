@@ -195,6 +195,9 @@ def _show(
         offload, tier = _offloaded(question)
         where = "nothing offloaded" if offload == "none" else f"{offload} on {tier or ' or '.join(OFFLOAD_TIERS)}"
         click.echo(f"traced step, stage {stage}, {where}: {describe_answer(str(what), *solved)}")
+    hosts = question.machine.describe_hosts(question.world_size)
+    if hosts:
+        click.echo(f"{question.machine.title}: {hosts}")
     show_table(cells(table, best), NUMBERS, BELOW, BELOW)
     if missing:
         click.echo(f"nothing fits: {missing}\n", err=True)

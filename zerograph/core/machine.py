@@ -196,6 +196,22 @@ class Machine:
         full = self.device == "cpu" and world_size % self.ranks_per_node == 0
         return self.nodes(world_size) if full and self.ranks_per_node > 1 else 1
 
+    def per_host(self, world_size: int) -> int | None:
+        """Ranks of each of :meth:`hosts`, where there are several; else None."""
+        return self.ranks_per_node if self.hosts(world_size) > 1 else None
+
+    def describe_hosts(self, world_size: int, replicas: int = 1) -> str:
+        """The hosts that so many CPU ranks need, for people: "2 hosts of 2 ranks"; empty for one host, and for GPUs,
+        whose hosts are NCCL's to know."""
+        ranks = world_size * replicas
+        nodes, here = self.nodes(ranks), self.ranks_per_node
+        if self.device != "cpu" or nodes == 1:
+            return ""
+        of = "1 rank" if here == 1 else f"{here} ranks"
+        if ranks % here:
+            return f"{nodes} hosts of up to {of}, which communicate in one level"
+        return f"{nodes} hosts of {of}" + (", which communicate in two levels" if self.hosts(world_size) > 1 else "")
+
     def capacity(self, tier: Tier, world_size: int) -> int:
         """Bytes that one of ``world_size`` ranks may use on ``tier``."""
         if tier == "device":

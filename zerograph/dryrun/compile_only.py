@@ -94,6 +94,7 @@ def compile_only(
     searched: bool = False,
     moments: int = 2,
     device: str = "cpu",
+    per_host: int | None = None,
     **options: Any,
 ) -> Compiled:
     """Compile forward and backward of what ``make`` returns, as rank 0 of ``world_size`` would.
@@ -110,6 +111,7 @@ def compile_only(
         searched: somebody searches a plan of the step afterwards, which may run layers for a part of the batch.
         moments: tensors that the optimizer keeps per parameter, for a plan that is searched.
         device: that the tensors of the call claim to be on; torch has to have operators for it.
+        per_host: ranks of each host, where several are joined in two levels; else None.
         options: arguments of :func:`zerograph.backend`.
 
     Raises:
@@ -122,7 +124,8 @@ def compile_only(
     config = Config.of(**{"compute": "eager", **options})
     there = torch.device(device)
     cuts, ranks = config.cuts(searched or config.searches), (world_size, replicas)
-    with without_gc(), _Call.of(make, config, ranks, batch, seq, sizes, moments, repeat_layers, there, cuts) as call:
+    call_of = _Call.of(make, config, ranks, per_host, batch, seq, sizes, moments, repeat_layers, there, cuts)
+    with without_gc(), call_of as call:
         frame, joint = call.trace()
         (compile_joint if programs else plan_joint)(frame, joint)
         states = call.planner.states(frame.step, call.params)
@@ -169,6 +172,7 @@ class _Call:
         make: Callable[[], Any],
         config: Config,
         ranks: tuple[int, int],
+        per_host: int | None,
         batch: int,
         seq: int,
         sizes: Mapping[Dimension, int] | None,
@@ -178,7 +182,7 @@ class _Call:
         cut_by: tuple[CutBy, ...],
     ) -> Iterator[_Call]:
         """The call of what ``make`` returns, for rank 0 of ``ranks``, which exist inside of this context: so many that
-        split a parameter, and so many replicas."""
+        split a parameter, and so many replicas; ``per_host`` as :func:`compile_only` has it."""
         world_size, replicas = ranks
         if dist.is_initialized():
             raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
@@ -195,7 +199,9 @@ class _Call:
 
             adoption = Adoption(config, functools.partial(Ranks.connect, config), everything=everything)
             adoption.shard([model], device)
-            planner = Planner(config, world_size, adoption.params, device, moments=moments, replicas=replicas)
+            planner = Planner(
+                config, world_size, adoption.params, device, moments=moments, replicas=replicas, per_host=per_host
+            )
             compilation = Compilation(
                 world_size=world_size,
                 segments=SegmentCache(config.compute),

@@ -98,7 +98,7 @@ def plan_file(
             open_tiers(machine, world * replicas, "optimizer", saved)  # which refuses what is not there
         config = Config.of(**options)
         asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap, "update": update}
-        constraints = Constraints.of(config, world, replicas=replicas, **asked)
+        constraints = Constraints.of(config, world, replicas=replicas, hosts=machine.hosts(world), **asked)
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, programs=False,
             searched=True, moments=moments, dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
@@ -116,7 +116,7 @@ def plan_file(
     def planned_file(**more: Any) -> tuple[PlanFile, int]:
         found = compile_only(
             make, world_size=world, replicas=replicas, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers,
-            dtype=compute, moments=moments, device=device, **options | more,
+            dtype=compute, moments=moments, device=device, per_host=machine.per_host(world), **options | more,
         )  # fmt: skip
         file = forecast_file(name, found, machine, moments=moments, reserve=reserve, micro_batches=micro_batches)
         return file, found.searched
@@ -226,7 +226,7 @@ def forecast_file(
     flops = sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
     rates = Rates.of(machine, plan)
     config = compiled.config
-    constraints = Constraints.of(config, plan.world_size, replicas=plan.replicas)
+    constraints = Constraints.of(config, plan.world_size, replicas=plan.replicas, hosts=plan.hosts)
     why = reasons(plan, frame.step, constraints, rates, found.forecast, moments=moments, searched=config.searches)
     return PlanFile(
         model=name,

@@ -132,7 +132,7 @@ def probe(
     """The plans of a model by batch or sequence; see :func:`largest_file`."""
     config = Config.of(**options)
     asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap, "update": update}
-    constraints = Constraints.of(config, world, replicas=replicas, **asked)
+    constraints = Constraints.of(config, world, replicas=replicas, hosts=machine.hosts(world), **asked)
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
         make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=constraints.sharding, moments=moments,
@@ -219,7 +219,8 @@ def largest_file(
     def compiled(size: int, memory: int) -> Compiled:
         return compile_only(
             make, world_size=world, replicas=replicas, sizes={what: size},
-            dtype=torch_compute_dtype(dtype, world, offload), memory=memory, machine=machine, **model, **options,
+            dtype=torch_compute_dtype(dtype, world, offload), memory=memory, machine=machine,
+            per_host=machine.per_host(world), **model, **options,
         )  # fmt: skip
 
     return _compiled(plans, compiled, name, machine, reserve)

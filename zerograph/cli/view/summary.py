@@ -31,6 +31,7 @@ def as_data(file: PlanFile, beside: Beside | None) -> dict[str, Any]:
         "stage": plan.stage,
         "world_size": plan.world_size,
         "replicas": plan.replicas,
+        "hosts": plan.hosts,
         "prefetch": plan.prefetch,
         "buckets": len(plan.buckets),
         **_outcome(forecast),
@@ -68,6 +69,7 @@ def headline(file: PlanFile, beside: Beside | None) -> list[Sequence[Cell]]:
         ["model", (file.model, "bold")],
         ["plan", f"{decided}, prefetch {plan.prefetch}"],
         ["machine", file.machine.title],
+        *([["hosts", hosts]] if (hosts := file.machine.describe_hosts(plan.world_size, plan.replicas)) else ()),
         ["step", ", ".join(_speed(file, measured))],
     ]
     if file.micro_batches > 1:

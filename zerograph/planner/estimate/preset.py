@@ -170,7 +170,7 @@ def _planned(preset: Preset, layers: int) -> tuple[Scheduler, Plan, tuple[Holdin
     plan = plan_step(
         step, stage=stage, world_size=world, bucket_size=training.bucket_size, prefetch=training.prefetch,
         recompute="full" if strategy.recomputes else "none", placement=placement,
-        saved=offload_tier(activations),
+        saved=offload_tier(activations), hosts=preset.machine.hosts(world),
     )  # fmt: skip
     plan = with_tiles(plan, {bucket.index: _tiles(bucket, preset) for bucket in plan.buckets if stage == 3})
     if head is not None:
