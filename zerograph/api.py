@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, last_frame, traced_function
-from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
+from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest
 from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import Report
@@ -213,7 +213,7 @@ class Backend:
         Raises:
             ZeroGraphError: nothing was compiled yet, or anything but one step ran.
         """
-        machine = machine_of(self.config, self._compilation.device)
+        machine = self._planner.machine
         with Recording(self._frames, self._adoption.params, self._optimizers.stepped, machine) as recording:
             yield recording
         self._recording = recording

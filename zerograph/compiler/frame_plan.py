@@ -61,6 +61,7 @@ class Planner:
     """Plans the frames of one model.
 
     Attributes:
+        machine: that forecasts go by, with as many ranks on each host as there are.
         searched: bytes that the last plan found by a search was predicted to need.
         room: bytes that each rank may use of each tier beside the device.
     """
@@ -100,10 +101,10 @@ class Planner:
         self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
         self._found: tuple[Step, Found] | None = None  # by the last search
         self._asked: Counter[str] = Counter()
-        self._machine = machine_of(config, device)
+        self.machine = machine_of(config, device)
         self._hosts = 1
         if per_host is not None:
-            self._machine = replace(self._machine, ranks_per_node=per_host)
+            self.machine = replace(self.machine, ranks_per_node=per_host)
             self._hosts = max(1, world_size // per_host)  # each group of ranks that split a model is on so many
         if config.plan is not None:
             refuse_hosts(config.plan, self._hosts)
@@ -125,7 +126,7 @@ class Planner:
                 f'for example zerograph.backend({asked}, memory="8GiB")',
             )
         ranks = self._agreement.world_size if self._agreement is not None else self._world_size * self._replicas
-        host = self._machine.capacity("host", ranks)  # ranks beside tensor parallelism share it too
+        host = self.machine.capacity("host", ranks)  # ranks beside tensor parallelism share it too
         most = {tier: config.room(tier) or (host if tier == "host" else sys.maxsize) for tier in OFFLOAD_TIERS}
         mine: dict[str, Any] = {"memory": memory, "most": most, "free": free}
         reports = self._agreement.gather("budget", mine) if self._agreement is not None else [mine]
@@ -202,7 +203,7 @@ class Planner:
     @property
     def staging(self) -> Tier:
         """The tier whose memory disks read and write."""
-        return self._machine.staging
+        return self.machine.staging
 
     def budget(self, step: Step | None = None) -> int | dict[Tier, int]:
         """Bytes that a searched plan may need: of the device, or of each tier where something may leave it.
@@ -256,7 +257,7 @@ class Planner:
         facts: list[object] = [config | {"given": sorted(self._config.given)}]
         facts += [self._world_size, self._replicas, self._hosts, self._moments]
         if self._config.searches:
-            facts += [self.budget(), self._machine, [self._param(name, p) for name, p in self._params.items()]]
+            facts += [self.budget(), self.machine, [self._param(name, p) for name, p in self._params.items()]]
         return repr(facts)
 
     def found(self, step: Step) -> Found | None:
@@ -346,14 +347,14 @@ class Planner:
         return known
 
     def _searched(self, step: Step, states: int) -> Found:
-        runs = Executable.on(self._machine, self._config.folders)
+        runs = Executable.on(self.machine, self._config.folders)
         constraints = Constraints.of(
             self._config, self._world_size, replicas=self._replicas, hosts=self._hosts, executable=runs
         )
         budget = self.budget(step)
-        search, found = search_within(step, constraints, self._machine, budget, states=states, moments=self._moments)
+        search, found = search_within(step, constraints, self.machine, budget, states=states, moments=self._moments)
         if found is None:
-            raise infeasible(search, step, self._machine, budget)
+            raise infeasible(search, step, self.machine, budget)
         self.searched = found.peak
         log.info(
             "plan: %s predicted per step, peak %s of %s",
