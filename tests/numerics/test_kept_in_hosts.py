@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +21,18 @@ from taken_hosts import on_hosts
 from torch import Tensor, nn
 
 import zerograph
+from zerograph.compiler import frame_plan
 from zerograph.core.errors import RankError
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import Plan
+from zerograph.core.units import parse_bytes
+from zerograph.dryrun.forecast import plan_file
+from zerograph.planner.programs.rules import plan_step
 from zerograph.runtime.comm.two_level import TwoLevelCommunicator
 
 WORLD, WIDTH, STEPS = 4, 64, 4
 ROOM = "950KiB"
-"""For all parts that hosts keep, and not for whole buckets."""
+"""For the parts that hosts keep, and not for all whole buckets."""
 
 
 class Block(nn.Module):
@@ -115,11 +123,19 @@ def _counting() -> Iterator[Counter[str]]:
         yield calls
 
 
+def _keeping(*given: Any, **options: Any) -> Plan:
+    """The plan by rule, with parts of every bucket kept; a search also keeps some buckets whole."""
+    plan = plan_step(*given, **options)
+    return replace(plan, buckets=tuple(replace(bucket, residency="host") for bucket in plan.buckets))
+
+
 def _both(**options: Any) -> None:
     with on_hosts():
         expected, twice, used = _trained(stage=3, **options)
-        losses, once, kept = _trained(stage="auto", memory=ROOM, **options)
-    assert used == {"use"} and "host" in kept and "backward" not in kept
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(frame_plan, "plan_step", _keeping)
+            losses, once, kept = _trained(stage=3, **options)
+    assert (used, kept) == ({"use"}, {"host"})
     assert losses == expected and losses[-1] < losses[0]
     # A forward gathers 16 buckets, and a backward those 8 with weights.
     assert (twice, once) == ([24] * STEPS, [16] * STEPS)
@@ -128,3 +144,38 @@ def _both(**options: Any) -> None:
 @pytest.mark.parametrize("wires", [{}, {"gather_wire": "int8", "reduce_wire": "int4"}], ids=["exact", "fewer bits"])
 def test_losses_are_those_of_gathers_from_all_hosts(wires: dict[str, Any]) -> None:
     run(WORLD, partial(_both, **wires))
+
+
+def _plans(folder: Path) -> None:
+    """Write the plans of training over two hosts."""
+    for name, options in ASKED.items():
+        with on_hosts():
+            model = Net()
+            backend = zerograph.backend(compute="eager", bucket_size=2**16, prefetch=1, **options)
+            model.compile(backend=backend)
+            model(torch.randn(8, WIDTH)).square().mean().backward()
+            if dist.get_rank() == 0:
+                (folder / name).write_text(backend.plan.to_json())
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "rule": {"stage": 3},
+    "search": {"stage": "auto", "memory": ROOM, "recompute": 0.0},
+}
+
+
+def _made() -> tuple[nn.Module, tuple[Tensor]]:
+    return Net(), (torch.empty(8, WIDTH),)
+
+
+def test_a_dry_run_makes_the_plan_of_training(tmp_path: Path) -> None:
+    run(WORLD, partial(_plans, tmp_path))
+    for name, options in ASKED.items():
+        asked = {**options, "bucket_size": 2**16, "prefetch": 1}
+        if "memory" in asked:
+            asked["memory"] = parse_bytes(asked["memory"])
+        planned = plan_file("tests", _made, machine_named("cpu"), world=WORLD, **asked).plan
+        trained = Plan.from_json((tmp_path / name).read_text())
+        assert (planned.hosts, planned.reductions) == (2, 2)
+        assert planned == trained
+    assert any(bucket.residency == "host" for bucket in planned.buckets)

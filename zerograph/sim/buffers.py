@@ -77,15 +77,19 @@ class GatherBuffers:
         coming: by gather that nobody has waited for, its bytes.
     """
 
-    def __init__(self, streams: Sequence[Stream], tell: Callable[[int, int, int, int, bool], None]) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], tell: Callable[[int, int, int, int, bool], None], *, beside: bool = False
+    ) -> None:
         """
         Args:
             streams: of the tasks so far.
             tell: hears of all memory that is held: its bytes, the gather, the first and the last task that find it (-1
                 where it stays), and whether it is free.
+            beside: whether collectives run beside compute, over a network.
         """
         self.coming: dict[int, int] = {}
         self._streams, self._tell = streams, tell
+        self._in_turn = _COMPUTE if beside else _IN_TURN
         self._taken: dict[tuple[int, int], _Buffer] = {}  # by bucket and tile
         self._free = FreeBuffers[_Buffer]()
 
@@ -127,8 +131,8 @@ class GatherBuffers:
         """``buffer`` was its bucket's, or ``free``, until now."""
         first, streams, tasks = buffer.since + 1, self._streams, len(self._streams)
         buffer.since = now
-        # Moves may begin late; the next compute waits for all others.
-        while first < tasks and first <= now and streams[first] not in _IN_TURN:
+        # Others may begin late; the next compute waits for all that are in turn.
+        while first < tasks and first <= now and streams[first] not in self._in_turn:
             first += 1
         # What is between two tasks only is as if it were not.
         if first < tasks and first <= now:
@@ -136,4 +140,5 @@ class GatherBuffers:
 
 
 _IN_TURN = frozenset(("compute", "gather", "reduce"))
-"""Streams that do not overlap where buffers are used again."""
+"""Streams that do not overlap where buffers are used again, but for collectives between hosts."""
+_COMPUTE = frozenset(("compute",))

@@ -43,6 +43,13 @@ class CostModel(Protocol):
         """Whether collectives run beside compute."""
 
     @property
+    def network(self) -> bool:
+        """Whether they do not, but for their parts on a network that all of them share."""
+
+    def cores(self, instruction: Collective) -> float:
+        """Then the seconds of one in which it occupies what computes."""
+
+    @property
     def uses_buffers_again(self) -> bool:
         """Whether gathered buckets take turns in the same memory."""
 
@@ -73,6 +80,9 @@ class Fact(NamedTuple):
     resident: bool
     ends: bool
     replaced: int  # bytes of what dies in it that are free from its start
+    blocks: bool = False  # whether the next compute comes after this collective
+    cores: float = 0.0  # seconds of a collective that what computes spends on it, beside those of its stream
+    travels: bool = False  # whether a collective occupies the network between hosts
 
 
 class Costs:
@@ -80,7 +90,8 @@ class Costs:
 
     def __init__(self, rates: CostModel, measured: Measured | None = None) -> None:
         self.rates, self.measured = rates, measured
-        self.overlaps, self.uses_buffers_again = rates.overlaps, rates.uses_buffers_again
+        self.overlaps, self.network = rates.overlaps, rates.network
+        self.uses_buffers_again = rates.uses_buffers_again
         self.known: dict[int, Fact] = {}  # by identity; the fact keeps its instruction alive
 
     def learn(self, instruction: Instruction, program: Program) -> Fact:
@@ -112,8 +123,18 @@ class Costs:
             role = MOVE
         elif isinstance(instruction, Wait):
             role = ARRIVE if isinstance(instruction, WaitFetch) and instruction.by_gather else WAIT
+        blocks, cores, travels = False, 0.0, False
         if isinstance(instruction, Timed):
-            seconds = self._seconds(instruction, program.segments)
+            known = self.measured.of(instruction, program.segments) if self.measured is not None else None
+            seconds = self.rates.seconds(instruction, program.segments) if known is None else known
+            if isinstance(instruction, Collective):
+                # A run has the seconds in which a collective, or the wait for it, kept compute from running.
+                blocks = not self.overlaps and (known is not None or not self.network)
+                if known is None and self.network:
+                    cores = self.rates.cores(instruction)
+                    travels = seconds > cores
+                    # A reduction begins in each host, and a gather ends there: what waits for it does that.
+                    seconds -= cores if role == GATHER else 0.0
         if isinstance(instruction, WaitGather):
             takes["device"] += instruction.kept
         elif isinstance(instruction, Gather):
@@ -125,11 +146,7 @@ class Costs:
             instruction, role, instruction.stream or "compute", seconds, reads, writes,
             tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),
             key, place, isinstance(instruction, Free) and instruction.resident,
-            isinstance(instruction, Free) and instruction.ends, replaced,
+            isinstance(instruction, Free) and instruction.ends, replaced, blocks, cores, travels,
         )  # fmt: skip
         self.known[id(instruction)] = fact
         return fact
-
-    def _seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
-        known = self.measured.of(instruction, segments) if self.measured is not None else None
-        return self.rates.seconds(instruction, segments) if known is None else known

@@ -5,7 +5,9 @@ Every rule of a step is written here, once, for the planner's coarse programs an
 - A stream runs its instructions in program order, one at a time.
 - An instruction that computes waits for what it reads, and for the waits that stand before it.
 - An instruction beside those starts when its stream is free, what it reads is ready, and what computes before it in the
-  program has ended. Where nothing overlaps, as on a CPU, the next compute comes after any collective.
+  program has ended. Where nothing overlaps, as inside of a CPU host, the next compute comes after any collective.
+- Between CPU hosts a collective occupies one network, in turn, beside compute. Its part inside of hosts takes cores: it
+  lengthens the next compute, behind the start of a reduction and the wait for a gather.
 - An unsharded bucket is not gathered again, and stays so until it is freed and not resident.
 - Memory is taken when the instruction starts that writes a register of it first, and given back at the end of the last
   that names one dead; what a segment holds meanwhile is written in :mod:`zerograph.core.segment_profile`. A transfer
@@ -118,10 +120,10 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
     run = Tasks()
     starts, ends, events = run.starts, run.ends, run.events
     free, streams, facts = run.free, run.streams, run.facts
-    known, overlaps = costs.known, costs.overlaps
-    buffers = None
+    known, overlaps, buffers = costs.known, costs.overlaps, None
     if costs.uses_buffers_again:
-        buffers = GatherBuffers(run.streams, run.hold if cells is None else cells.hold_buffer)
+        tell = run.hold if cells is None else cells.hold_buffer
+        buffers = GatherBuffers(run.streams, tell, beside=costs.network)
     coming = buffers.coming if buffers is not None else {}
     unsharded: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
     slots: dict[int, tuple[int, list[int], list[int]]] = {}  # place -> register, who worked there before, and who does
@@ -129,6 +131,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
     collectives: dict[int, Fact] = {}  # task -> what is given back when it is waited for
     waits: list[int] = []  # what the next compute waits for
     last = computed = -1  # the task that computed last, and the one before
+    network, carried = -1, 0.0  # the last task on the network; seconds of collectives that the next compute spends
     for program in programs:
         begin = len(starts)
         run.programs.append(begin)
@@ -144,7 +147,10 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 events[content.tier].append((0.0, -1, begin, content.bytes))
         for each in program.instructions:
             fact = known.get(id(each)) or costs.learn(each, program)
-            instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, resident, over, replaced = fact
+            (
+                instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, resident, over, replaced,
+                blocks, cores, travels,
+            ) = fact  # fmt: skip
             if role == WAIT or role == ARRIVE:  # noqa: SIM109  twice as fast
                 task = ready[reads[0]]
                 if role == WAIT:
@@ -155,7 +161,9 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                     buffers.take(part, task, last)  # type: ignore[union-attr]  # else nothing is coming
                 begun = collectives.pop(task, None)
                 # Where nothing overlaps, the wait is what reads them: they are there until then.
-                read = task if overlaps or last < task else last
+                read = task if overlaps or last < task or (begun is not None and ends[last] < ends[task]) else last
+                if begun is not None and begun.role == GATHER:
+                    carried += begun.cores
                 if cells is not None:
                     cells.waited(instruction, task, begun, read)
                     continue
@@ -194,6 +202,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 # Only what computes waits here: transfers that stand behind a wait go on by themselves.
                 after, waits = waits, []
                 computed, last = last, task
+                seconds, carried = seconds + carried, 0.0
             else:
                 if role == GATHER:
                     if part in unsharded:
@@ -204,6 +213,10 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                     if buffers is not None and takes:
                         coming[task], takes = takes[0][1], ()
                 after = [last] if last >= 0 else []
+                if travels:
+                    if network >= 0:
+                        after.append(network)
+                    network = task
             for register in reads:
                 if register in ready:
                     after.append(ready[register])
@@ -237,8 +250,10 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 ready[register] = task
             if role == GATHER or role == REDUCE:  # noqa: SIM109  twice as fast
                 collectives[task] = fact
-                if not overlaps:
+                if blocks:
                     waits.append(task)
+                elif role == REDUCE:
+                    carried += cores
                 # What it reads stays until somebody waits for it, and is given back there.
                 gives = ()
             if cells is not None:

@@ -16,7 +16,7 @@ from quick import examples
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.instructions import Move, Reduce
-from zerograph.core.machine import PRESETS, TIERS, Machine, Tier, machine_named
+from zerograph.core.machine import PRESETS, TIERS, Link, Machine, Tier, machine_named
 from zerograph.core.plan import Offload, Placement
 from zerograph.planner.estimate.estimate import Question, Row, estimate_rows, fastest
 from zerograph.planner.estimate.largest_estimate import WHATS, largest_estimate
@@ -288,6 +288,16 @@ def test_a_cpu_offloads_to_nvme_only() -> None:
     found = estimate_rows(Question(ModelSize.of(layers=4, hidden=512), Training(dtype="float32"), PRESETS["cpu"], 2))
     assert {row.strategy.tier for row in found} == {"device", "nvme"}
     assert all(row.need["host"] == 0 for row in found)
+
+
+def test_rows_over_hosts_of_cpus_have_the_network_beside_compute() -> None:
+    slow = replace(PRESETS["cpu"], inter=Link(25e6))
+    asked = Question(ModelSize.of(layers=4, hidden=512, vocab=1000), Training(dtype="float32", seq=128), slow, 4)
+    rows = [row for row in estimate_rows(asked) if row.strategy.tier == "device" and row.strategy.stage == 3]
+    for row in rows:
+        passes = row.outcome.passes
+        assert row.outcome.lengths[0] < 0.99 * sum(passes.values())
+        assert row.outcome.lengths[0] >= passes["gather"] + passes["reduce"], "on one network, in turn"
 
 
 def test_impossible_wishes_are_refused() -> None:

@@ -147,9 +147,12 @@ def test_modules_and_lines_are_known() -> None:
 def test_measured_seconds_replace_rates() -> None:
     _, backend = seen(3)
     digests = {s.digest: 1.0 for p in backend.program.values() for s in p.segments}
-    found, _ = seen(3, measured=Measured(segments=digests))
-    segments = [s for s in found.forecast.spans if s.stream == "compute" and s.name != "optimizer update"]
-    assert all(s.end - s.start == pytest.approx(1.0) for s in segments)
+    half = dict.fromkeys(range(len(backend.plan.buckets)), 0.5)
+    found, _ = seen(3, measured=Measured(segments=digests, gathers=half, reduces=half))
+    spans = [s for s in found.forecast.spans if s.name != "optimizer update"]
+    assert all(s.end - s.start == pytest.approx(1.0 if s.stream == "compute" else 0.5) for s in spans)
+    # A run has the seconds in which nothing computed, also where a network carries collectives.
+    assert found.forecast.exposed_communication >= 0.5 * sum(s.stream == "gather" for s in spans)
 
 
 def test_compute_waits_where_the_program_does() -> None:

@@ -76,20 +76,24 @@ def test_of_several_gathers_in_a_program_the_first_comes_from_all_hosts_and_the_
 
 
 def test_it_takes_the_time_and_memory_that_lie_between() -> None:
-    seconds, gathering, peaks = {}, {}, {}
+    seconds, gathering, computing, peaks = {}, {}, {}, {}
     for residency in ("use", "host", "backward"):
         scheduler, programs = programs_of(plan := staying(residency))
         seconds[residency], (peaks[residency], *_), _ = time_and_peaks(programs, scheduler.costs)
         forecast, holdings = simulate(programs, RATES)
         assert (forecast.seconds, forecast.peaks["device"].bytes) == (seconds[residency], peaks[residency])
-        gathering[residency] = sum(span.end - span.start for span in forecast.spans if span.stream == "gather")
+        gathering[residency], computing[residency] = (forecast.busy()[stream] for stream in ("gather", "compute"))
         kept = [each.bytes for each in holdings if "kept in this host" in each.name]
         wanted = [kept_in_host(bucket.params, HOSTS) for bucket in plan.buckets]
         assert sorted(kept) == (sorted(wanted) if residency == "host" else [])
     again = [sent_bytes(bucket.params) for bucket in RULE.buckets]
     between = sum(RATES.collective(size) - RATES.inside(size) for size in again)
     assert gathering["use"] - gathering["host"] == pytest.approx(between)
-    assert gathering["host"] - gathering["backward"] == pytest.approx(sum(map(RATES.inside, again)))
+    assert gathering["host"] == pytest.approx(gathering["backward"]), "nothing is sent again"
+    # The cores that compute carry the part of a gather inside of a host.
+    inside = sum(map(RATES.inside, again))
+    assert computing["use"] == pytest.approx(computing["host"])
+    assert computing["host"] - computing["backward"] == pytest.approx(inside)
     assert seconds["use"] > seconds["host"] + 0.9 * between and seconds["host"] > seconds["backward"]
     assert peaks["use"] < peaks["host"] < peaks["backward"]
 

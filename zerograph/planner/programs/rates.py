@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from zerograph.core.instructions import (
     Accumulate,
+    Collective,
     Compute,
     DeviceUpdate,
     Gather,
@@ -50,6 +51,11 @@ class Rates:
     def overlaps(self) -> bool:
         """Whether collectives run beside compute; CPU ranks carry them with the cores that compute."""
         return self.machine.device != "cpu"
+
+    @property
+    def network(self) -> bool:
+        """Whether collectives of CPU ranks cross a network between hosts, which carries its part beside compute."""
+        return self.machine.device == "cpu" and self.machine.nodes(self.world_size * self.replicas) > 1
 
     @property
     def uses_buffers_again(self) -> bool:
@@ -116,6 +122,13 @@ class Rates:
         ranks = self.world_size // self.machine.hosts(self.world_size)
         # A rank's own part does not travel.
         return self.machine.collective(ranks).seconds(size * (ranks - 1) / ranks)
+
+    def cores(self, instruction: Collective) -> float:
+        """Seconds of a collective between hosts of CPUs in which cores carry it: those of its part inside of hosts."""
+        machine, world = self.machine, self.world_size
+        # Ranks of unequal hosts, or of one rank each, have one level, which the network carries.
+        inside = machine.hosts(world) > 1 or world <= machine.ranks_per_node
+        return self.inside(instruction.bytes) if inside else 0.0
 
     def reduction(self, size: float, averaged: float) -> float:
         """A reduction of ``size`` bytes, and the average of a rank's ``averaged`` ones over the replicas."""
