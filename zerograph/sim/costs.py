@@ -61,6 +61,13 @@ class CostModel(Protocol):
 COMPUTE, GATHER, REDUCE, MOVE, WAIT, FREE, VIEW, MARK, ARRIVE = range(9)
 
 
+class Apart(NamedTuple):
+    """A collective between CPU hosts, whose seconds on its stream are those of a network."""
+
+    cores: float  # seconds that what computes spends on it besides
+    travels: bool  # whether it occupies the network at all
+
+
 class Fact(NamedTuple):
     """The facts about an instruction that :func:`~zerograph.sim.simulate.walk` needs.
 
@@ -80,9 +87,7 @@ class Fact(NamedTuple):
     resident: bool
     ends: bool
     replaced: int  # bytes of what dies in it that are free from its start
-    blocks: bool = False  # whether the next compute comes after this collective
-    cores: float = 0.0  # seconds of a collective that what computes spends on it, beside those of its stream
-    travels: bool = False  # whether a collective occupies the network between hosts
+    apart: Apart | None
 
 
 class Costs:
@@ -123,18 +128,16 @@ class Costs:
             role = MOVE
         elif isinstance(instruction, Wait):
             role = ARRIVE if isinstance(instruction, WaitFetch) and instruction.by_gather else WAIT
-        blocks, cores, travels = False, 0.0, False
+        apart = None
         if isinstance(instruction, Timed):
             known = self.measured.of(instruction, program.segments) if self.measured is not None else None
             seconds = self.rates.seconds(instruction, program.segments) if known is None else known
-            if isinstance(instruction, Collective):
-                # A run has the seconds in which a collective, or the wait for it, kept compute from running.
-                blocks = not self.overlaps and (known is not None or not self.network)
-                if known is None and self.network:
-                    cores = self.rates.cores(instruction)
-                    travels = seconds > cores
-                    # A reduction begins in each host, and a gather ends there: what waits for it does that.
-                    seconds -= cores if role == GATHER else 0.0
+            # A run has the seconds in which a collective, or the wait for it, kept compute from running.
+            if self.network and known is None and isinstance(instruction, Collective):
+                cores = self.rates.cores(instruction)
+                apart = Apart(cores, travels=seconds > cores)
+                # A reduction begins in each host, and a gather ends there: what waits for it does that.
+                seconds -= cores if role == GATHER else 0.0
         if isinstance(instruction, WaitGather):
             takes["device"] += instruction.kept
         elif isinstance(instruction, Gather):
@@ -146,7 +149,7 @@ class Costs:
             instruction, role, instruction.stream or "compute", seconds, reads, writes,
             tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),
             key, place, isinstance(instruction, Free) and instruction.resident,
-            isinstance(instruction, Free) and instruction.ends, replaced, blocks, cores, travels,
+            isinstance(instruction, Free) and instruction.ends, replaced, apart,
         )  # fmt: skip
         self.known[id(instruction)] = fact
         return fact

@@ -149,7 +149,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
             fact = known.get(id(each)) or costs.learn(each, program)
             (
                 instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, resident, over, replaced,
-                blocks, cores, travels,
+                apart,
             ) = fact  # fmt: skip
             if role == WAIT or role == ARRIVE:  # noqa: SIM109  twice as fast
                 task = ready[reads[0]]
@@ -161,9 +161,12 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                     buffers.take(part, task, last)  # type: ignore[union-attr]  # else nothing is coming
                 begun = collectives.pop(task, None)
                 # Where nothing overlaps, the wait is what reads them: they are there until then.
-                read = task if overlaps or last < task or (begun is not None and ends[last] < ends[task]) else last
-                if begun is not None and begun.role == GATHER:
-                    carried += begun.cores
+                read = task if overlaps or last < task else last
+                if begun is not None and begun.apart is not None:
+                    if ends[read] < ends[task]:
+                        read = task
+                    if begun.role == GATHER:
+                        carried += begun.apart.cores
                 if cells is not None:
                     cells.waited(instruction, task, begun, read)
                     continue
@@ -202,7 +205,8 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 # Only what computes waits here: transfers that stand behind a wait go on by themselves.
                 after, waits = waits, []
                 computed, last = last, task
-                seconds, carried = seconds + carried, 0.0
+                if carried:
+                    seconds, carried = seconds + carried, 0.0
             else:
                 if role == GATHER:
                     if part in unsharded:
@@ -213,7 +217,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                     if buffers is not None and takes:
                         coming[task], takes = takes[0][1], ()
                 after = [last] if last >= 0 else []
-                if travels:
+                if apart is not None and apart.travels:
                     if network >= 0:
                         after.append(network)
                     network = task
@@ -250,10 +254,11 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 ready[register] = task
             if role == GATHER or role == REDUCE:  # noqa: SIM109  twice as fast
                 collectives[task] = fact
-                if blocks:
-                    waits.append(task)
+                if apart is None:
+                    if not overlaps:
+                        waits.append(task)
                 elif role == REDUCE:
-                    carried += cores
+                    carried += apart.cores
                 # What it reads stays until somebody waits for it, and is given back there.
                 gives = ()
             if cells is not None:
