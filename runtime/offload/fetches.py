@@ -32,12 +32,14 @@ class Fetch:
         on_host: places in ``shards`` of those that are on the host, or are read to there, and are to be copied from
             there.
         copies: from there.
+        whose: one of them is, by which a recording knows the bucket.
     """
 
     shards: list[Tensor]
     under_way: list[Ticket] = field(default_factory=list)
     on_host: list[int] = field(default_factory=list)
     copies: list[Transfer] = field(default_factory=list)
+    whose: str = ""
 
 
 class Fetches:
@@ -82,7 +84,8 @@ class Fetches:
         at, host = self._locations, self._locations.host
         if not at.offloaded and host is None:
             return Fetch([tile_of(p, shard) for p, shard in zip(params, shards, strict=True)])
-        fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
+        fetch, found = Fetch([], whose=params[0].name), dict[str, Tensor]()
+        reads = dict[Extent, tuple[Block, torch.dtype, list[str]]]()
         on_host = set[str]()
         for param, shard in zip(params, shards, strict=True):
             name = param.name
@@ -127,7 +130,7 @@ class Fetches:
             reads, fetch.under_way = fetch.under_way, []
             sources = {place: fetch.shards[place] for place in fetch.on_host}
             arrived = partial(self._wait_for, reads) if reads else None
-            targets = self._locations.hosted.fetch(sources, arrived, fetch.copies)
+            targets = self._locations.hosted.fetch(sources, arrived, fetch.copies, fetch.whose)
             fetch.shards = [targets.get(place, shard) for place, shard in enumerate(fetch.shards)]
             fetch.on_host = []
         return fetch
