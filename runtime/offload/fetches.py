@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from zerograph.runtime.offload.host import Transfer
 from zerograph.runtime.offload.locations import Locations
 from zerograph.runtime.offload.nvme import Priority, Ticket, huge_tensor
 from zerograph.runtime.offload.room import ArenaRoom
+from zerograph.runtime.timings import WAIT, Purpose, Timings
 
 
 @dataclass(slots=True)
@@ -49,8 +51,8 @@ class Fetches:
         following: updates that end inside of the next forward, and have not yet: a gather waits for its own.
     """
 
-    def __init__(self, room: ArenaRoom, locations: Locations, copies: Copies) -> None:
-        self._room, self._locations, self._copies = room, locations, copies
+    def __init__(self, room: ArenaRoom, locations: Locations, copies: Copies, timings: Timings) -> None:
+        self._room, self._locations, self._copies, self._timings = room, locations, copies, timings
         self._buffers = BufferPool(huge_tensor)  # where the host has no memory of its own, which stages
         self._order: dict[str, int] = {}  # by parameter, in the order in which forwards first gather them
         self.following: set[ForwardUpdate] = set()
@@ -72,6 +74,12 @@ class Fetches:
         for update in list(self.following):
             update.settle()
 
+    def _wait_for_updates(self, params: Sequence[Param]) -> None:
+        begin, numbers = time.time_ns(), {self._order[p.name] for p in params if p.name in self._order}
+        waited = [update.wait_for(numbers) for update in list(self.following)]
+        if any(waited):
+            self._timings.add("gather", Purpose(WAIT, params[0].name), begin, time.time_ns())
+
     def start(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
         """Begin to bring to the device what programs gather of ``params``, whose outward ``shards`` are given."""
         return self.copy_up(self.start_read(params, shards))
@@ -79,8 +87,7 @@ class Fetches:
     def start_read(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
         """Begin to bring from NVMe to the host, or to a device that has no other memory, what :meth:`copy_up` brings to
         the device."""
-        for update in list(self.following):
-            update.wait_for({self._order[p.name] for p in params if p.name in self._order})
+        self._wait_for_updates(params)
         at, host = self._locations, self._locations.host
         if not at.offloaded and host is None:
             return Fetch([tile_of(p, shard) for p, shard in zip(params, shards, strict=True)])

@@ -172,7 +172,10 @@ def test_what_moves_to_and_from_nvme_is_recorded(kind: str, tmp_path: Path) -> N
     with backend.record() as recording:
         step()
         optimizer.settle()
-    named = [span for span in recording.forecast.spans if span.what]
+    waits = {(span.name, span.phase) for span in recording.forecast.spans if span.what == "wait"}
+    own = {(f"wait for the update of layers.{bucket}", "forward") for bucket in range(4)}
+    assert waits == (own if kind == "beside the next forward" else set())
+    named = [span for span in recording.forecast.spans if span.what and span.what != "wait"]
     moved: dict[str, set[tuple[int, str]]] = {}
     for span in named:
         assert span.end > span.start >= 0 and span.label == f"layers.{span.bucket}"
@@ -197,6 +200,21 @@ def test_what_moves_to_and_from_nvme_is_recorded(kind: str, tmp_path: Path) -> N
     path = tmp_path / "run.json"
     recording.save(path)
     assert Run.from_json(path.read_text()).measured == measured
+
+
+def test_a_gather_that_waits_for_an_update_begins_behind_that(tmp_path: Path) -> None:
+    """Of parameters in memory, whose gather waits itself."""
+    model = Stack(layers=4, width=256)
+    backend = zerograph.backend(offload="optimizer", path=str(tmp_path), nvme="64MiB", bucket_size="300kB")
+    model.compile(backend=backend)
+    optimizer = zerograph.optim.AdamW(model.parameters(), overlap="forward")
+    recording = recorded_step(backend, optimizer, lambda: model(torch.randn(64, 256)))
+    for bucket in range(4):
+        spans = [s for s in recording.forecast.spans if s.bucket == bucket and s.phase == "forward"]
+        (wait,) = (span for span in spans if span.what == "wait")
+        first = next(span for span in spans if span.operation == "gather")
+        assert wait.start < wait.end <= first.start + 1e-6
+        assert not any(key.startswith("update wait") for key in recording.measured.moves)
 
 
 ON_HOST: dict[str, tuple[dict[str, Any], dict[str, str]]] = {

@@ -48,6 +48,7 @@ from zerograph.planner.programs.updates import update_program
 from zerograph.runtime.executor.telemetry import LABEL
 from zerograph.runtime.memory_history import During, MemoryHistory
 from zerograph.runtime.offload.shards import ShardStore
+from zerograph.runtime.timings import WAIT
 from zerograph.runtime.torch_private import local_tensor
 
 PROTOCOL = 4
@@ -163,8 +164,9 @@ class Recording:
         ran = _without_resident(ran)
         backward = next(r.start for r in ran if r.program.kind == "backward")
         moves = under_way(timings, self._frame.plan, backward)
+        origin, ran = ran[0].start, _behind_waits(ran, moves)
         self.measured = _measured(ran, moves, self._frame.plan, list(self._frame.programs.values()))
-        self.forecast = _forecast(ran, moves, self._memory(events))
+        self.forecast = _forecast(ran, moves, self._memory(events), origin)
 
     def predicted(self, machine: Machine) -> ProgramForecast:
         """The forecast of the same programs with this run's seconds in place of the rates of ``machine``."""
@@ -381,13 +383,26 @@ def _without_resident(ran: Sequence[_Ran]) -> list[_Ran]:
     return moved
 
 
+def _behind_waits(ran: Sequence[_Ran], moves: Sequence[UnderWay]) -> list[_Ran]:
+    """``ran``, where a gather that first waited for an update begins behind that: as a part of the collective's time it
+    would be counted once more."""
+    waits = [times for move in moves if move.what == WAIT for times in move.times]
+
+    def behind(run: _Ran) -> int:
+        own = (end for begin, end in waits if run.start <= (begin + end) // 2 <= run.end)
+        return int(min(max(own, default=run.start), run.end)) if isinstance(run.instruction, Gather) else run.start
+
+    return [replace(run, start=behind(run)) for run in ran] if waits else list(ran)
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _forecast(ran: Sequence[_Ran], moves: Sequence[UnderWay], memory: Sequence[tuple[int, int]]) -> Forecast:
-    """The run as a timeline that starts with its first instruction. A collective has two spans: start and wait."""
-    origin = ran[0].start
+def _forecast(
+    ran: Sequence[_Ran], moves: Sequence[UnderWay], memory: Sequence[tuple[int, int]], origin: int
+) -> Forecast:
+    """The run as a timeline that starts at ``origin``. A collective has two spans: start and wait."""
     timed = [*_spans(ran), *(span for move in moves for span in move.spans())]
     # Of an update that an earlier step began, some may have ended before.
     there = sorted((each for each in timed if each[0][1] > origin), key=lambda each: each[0])

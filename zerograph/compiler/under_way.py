@@ -15,7 +15,7 @@ from zerograph.core.machine import LINKS
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.core.timeline import Interval, Operation, Span, Stream, union
-from zerograph.runtime.timings import Timing
+from zerograph.runtime.timings import WAIT, Timing
 
 _OPERATIONS: Mapping[str, Operation] = {
     way: Move(source, target, "", "", "", 0, (), ()).operation for (source, target), way in LINKS.items()
@@ -60,11 +60,12 @@ class UnderWay:
     def spans(self) -> Iterator[tuple[Interval, Span]]:
         """One for each of the ``times``, without task, start and end."""
         what = "" if self.operation == "update" else f" {self.what} of"
+        name = f"wait for the update of {self.label}" if self.what == WAIT else f"{self.operation}{what} {self.label}"
         for times in self.times:
             yield (
                 times,
                 Span(
-                    0, f"{self.operation}{what} {self.label}", self.stream, 0.0, 0.0, self.label,
+                    0, name, self.stream, 0.0, 0.0, self.label,
                     operation=self.operation, phase=self.phase, bucket=self.bucket, what=self.what, label=self.label,
                 ),
             )  # fmt: skip
@@ -96,7 +97,7 @@ def seconds_of(moves: Iterable[UnderWay], programs: Sequence[Program]) -> dict[s
                 counts[key] = counts.get(key, 0) + 1
     found: dict[str, list[UnderWay]] = {}
     for move in moves:
-        if move.complete:
+        if move.complete and move.what != WAIT:
             found.setdefault(move.key, []).append(move)
     return {
         key: sum(move.seconds for move in same) / sum(counts.get((key, move.phase), 1) for move in same)
