@@ -26,19 +26,19 @@ class During(NamedTuple):
         begin, end: in nanoseconds since 1970.
         name: of the instruction, for people.
         program: its kind: "forward", "backward" or "update".
-        index: of the instruction in it.
+        number: of the instruction in it.
     """
 
     begin: int
     end: int
     name: str
     program: str
-    index: int
+    number: int
 
     @property
     def frame(self) -> Frame:
         """It as a line of a traceback."""
-        return {"filename": self.program, "line": self.index, "name": self.name}
+        return {"filename": self.program, "line": self.number, "name": self.name}
 
 
 class MemoryHistory:

@@ -304,8 +304,8 @@ def _tensors_of(
         if param.grad is not None:
             yield name, f"gradient of {name}", param.grad
     for optimizer in optimizers:
-        for param, state in optimizer.state.items():
-            name = names.get(id(param), "")
+        for owner, state in optimizer.state.items():
+            name = names.get(id(owner), "")
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     yield name, f"{key} of {name or 'another parameter'}", value
