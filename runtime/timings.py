@@ -15,9 +15,6 @@ import torch
 
 from zerograph.core.timeline import Stream
 
-WAIT = "wait"
-"""The purpose of what moves nothing: a forward waits for an update before it gathers what that changes."""
-
 
 @dataclass(eq=False, slots=True)
 class TimedUpdate:
@@ -29,9 +26,8 @@ class TimedUpdate:
 
 
 class Purpose(NamedTuple):
-    """What is moved or updated, as :attr:`~zerograph.core.instructions.Move.what` has it, or :data:`WAIT`, and whose:
-    the name of one parameter of the bucket, or of what activations belong to; of states the ``update`` that they move
-    for."""
+    """What is moved or updated, as :attr:`~zerograph.core.timeline.Span.what` has it, and whose: the name of one
+    parameter of the bucket, or of what activations belong to; of states the ``update`` that they move for."""
 
     what: str
     whose: str

@@ -13,6 +13,7 @@ from torch import Tensor
 from zerograph.core.instructions import Gather
 from zerograph.core.plan import Param, ParamTile
 from zerograph.core.program import Program
+from zerograph.core.timeline import WAIT
 from zerograph.runtime.buffers import BufferPool, tile_of
 from zerograph.runtime.delayed import ForwardUpdate
 from zerograph.runtime.offload.blocks import UNIT, Block, ShardRun
@@ -22,7 +23,7 @@ from zerograph.runtime.offload.host import Transfer
 from zerograph.runtime.offload.locations import Locations
 from zerograph.runtime.offload.nvme import Priority, Ticket, huge_tensor
 from zerograph.runtime.offload.room import ArenaRoom
-from zerograph.runtime.timings import WAIT, Purpose, Timings
+from zerograph.runtime.timings import Purpose, Timings
 
 
 @dataclass(slots=True)

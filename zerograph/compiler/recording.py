@@ -42,13 +42,12 @@ from zerograph.core.machine import Machine
 from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
-from zerograph.core.timeline import Forecast, Interval, Peak, Span, Stream, union
+from zerograph.core.timeline import WAIT, Forecast, Interval, Peak, Span, Stream, union
 from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs, updates_are_modelled
 from zerograph.planner.programs.updates import update_program
 from zerograph.runtime.executor.telemetry import LABEL
 from zerograph.runtime.memory_history import During, MemoryHistory
 from zerograph.runtime.offload.shards import ShardStore
-from zerograph.runtime.timings import WAIT
 from zerograph.runtime.torch_private import local_tensor
 
 PROTOCOL = 4

@@ -14,8 +14,8 @@ from zerograph.core.instructions import Move
 from zerograph.core.machine import LINKS
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
-from zerograph.core.timeline import Interval, Operation, Span, Stream, union
-from zerograph.runtime.timings import WAIT, Timing
+from zerograph.core.timeline import WAIT, Interval, Operation, Span, Stream, union
+from zerograph.runtime.timings import Timing
 
 _OPERATIONS: Mapping[str, Operation] = {
     way: Move(source, target, "", "", "", 0, (), ()).operation for (source, target), way in LINKS.items()
