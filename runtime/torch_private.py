@@ -241,7 +241,7 @@ def closed_connection(error: BaseException) -> str:
 def allocator_history(device: torch.device) -> Any | None:
     """The module that remembers what torch's allocator of ``device`` hands out (``_record_memory_history``,
     ``_snapshot``), as torch's own documentation has it for pytorch.org/memory_viz; None where nothing does. Seen in
-    2.11, 2.13."""
+    2.13."""
     memory = getattr(torch.get_device_module(device), "memory", None)
     return memory if hasattr(memory, "_record_memory_history") else None
 
