@@ -138,7 +138,6 @@ def test_a_snapshot_of_memory_names_what_allocates(
     assert _memory_viz.trace(found) and _memory_viz.segsum(found)
 
 
-@pytest.mark.cuda
 def test_a_step_that_runs_out_of_memory_leaves_its_snapshot(
     alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -146,11 +145,14 @@ def test_a_step_that_runs_out_of_memory_leaves_its_snapshot(
     model, compiler = _model().to(here()), backend(stage=3)
     compiled = torch.compile(model, backend=compiler)
     compiled(torch.randn(16, 32, device=here())).sum().backward()
-    with contextlib.suppress(torch.OutOfMemoryError), compiler.record(memory=True) as recording:
+    with contextlib.suppress(RuntimeError), compiler.record(memory=True) as recording:
         compiled(torch.randn(16, 32, device=here()))
-        torch.empty(2**50, device=here())
+        torch.empty(2**50, dtype=torch.uint8, device=here())
     recording.save_memory(tmp_path / "memory.pickle")
-    assert any(e["action"] == "oom" for trace in recording._snapshot["device_traces"] for e in trace)
+    found = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    events = [event for trace in found["device_traces"] for event in trace]
+    assert any(frame["filename"] == "forward" for event in events for frame in event["frames"])
+    assert here().type != "cuda" or any(event["action"] == "oom" for event in events)
 
 
 def _two_ranks(stage: int | None) -> list[float]:
