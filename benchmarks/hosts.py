@@ -4,6 +4,7 @@
     python benchmarks/hosts.py --rate 1gbit --rounds 9
     python benchmarks/hosts.py --parts 8 --batch 8   # a batch in parts, beside a loop that accumulates gradients
     python benchmarks/hosts.py --experts             # a Mixtral, with experts whole on each rank and divided
+    python benchmarks/hosts.py zg3 fsdp              # these variants alone, beside DDP
 
 Hosts are network namespaces of this machine (`namespaces.py`); ranks of one share its memory, and between hosts there
 is gloo over a link that `tc` shapes. It takes root and `iproute2`.
@@ -73,14 +74,15 @@ def main() -> int:
     if args.experts:
         divided = [f"zg3:experts={ranks}" for ranks in (args.ranks, args.ranks * args.hosts)]
         specs = [REFERENCE, "zg3", *divided, "fsdp"]
+    specs = [REFERENCE, *args.variants] if args.variants else specs
     facts, load = machine_facts("cpu"), Load()
     OUT.print(f"{work.describe()}\n{args.hosts} hosts of {args.ranks} ranks, {args.rate}; {describe(facts)}")
     with Hosts(args.hosts, args.rate) as hosts:
         sent = run(results := [Result(spec) for spec in specs], work, args, hosts, load)
     add_ratios(results)
-    compare_losses({r.spec: r for r in results if r.spec not in WIRED}, REFERENCE, "fp32", "cpu")
+    compare_losses({r.spec: r for r in results if "wire" not in r.spec}, REFERENCE, "fp32", "cpu")
     for result in results:
-        if result.spec in WIRED:
+        if "wire" in result.spec:
             result.mismatch = difference(result.first, results[0].first, *ROUNDED)
     show(results, sent, 4 * work.parameters, args, load)
     if args.json:
@@ -92,6 +94,7 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("variants", nargs="*", help="as `step.py` takes them; default: all that the results list")
     add("--hosts", type=int, default=2)
     add("--ranks", type=int, default=2, help="of each host")
     add("--rate", default="200mbit", help="at which a host sends, as tc takes it")

@@ -30,9 +30,9 @@ class DelayedUpdate(Protocol):
 class ForwardUpdate(DelayedUpdate, Protocol):
     """The last update of one optimizer, which ends inside of the next forward."""
 
-    def wait_for(self, gathers: Iterable[int]) -> None:
-        """Return when it has ended for what ``gathers`` bring; they are numbers that
-        :meth:`~zerograph.runtime.offload.shards.ShardStore.gathers` gives."""
+    def wait_for(self, gathers: Iterable[int]) -> bool:
+        """Return when it has ended for what ``gathers`` bring, and whether nobody has waited for that before; they are
+        numbers that :meth:`~zerograph.runtime.offload.shards.ShardStore.gathers` gives."""
 
 
 _LIVING: weakref.WeakSet[DelayedUpdate] = weakref.WeakSet()

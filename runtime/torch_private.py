@@ -238,6 +238,14 @@ def closed_connection(error: BaseException) -> str:
     return line if type(error) is RuntimeError and "gloo/transport/tcp/pair.cc" in line else ""
 
 
+def allocator_history(device: torch.device) -> Any | None:
+    """The module that remembers what torch's allocator of ``device`` hands out (``_record_memory_history``,
+    ``_snapshot``), as torch's own documentation has it for pytorch.org/memory_viz; None where nothing does. Seen in
+    2.13."""
+    memory = getattr(torch.get_device_module(device), "memory", None)
+    return memory if hasattr(memory, "_record_memory_history") else None
+
+
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` is one of torch's, and was not destroyed. Seen in 2.13."""
     return group in dist.distributed_c10d._world.pg_map

@@ -20,7 +20,7 @@ from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import Report
 from zerograph.compiler.room import free_room
 from zerograph.compiler.torch_private import graph_breaks
-from zerograph.core.arguments import require, require_kind
+from zerograph.core.arguments import require, require_flag, require_kind
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.machine import is_disk
@@ -136,7 +136,9 @@ class Backend:
         if ranks.device.type == "cpu" and self.config.memory and self.config.path:
             return_large_blocks()  # who bounds memory and has it on NVMe instead means the process's
         if self.config.split or ranks.host is not None:
-            self._store.locations.host = HostShards(self._adoption.params, ranks.host or SimulatedHost())
+            host = ranks.host or SimulatedHost()
+            host.timings = self._store.timings
+            self._store.locations.host = HostShards(self._adoption.params, host)
         self._compile_for(ranks, self.config)
 
     def _compile_for(self, ranks: Ranks, config: Config) -> None:
@@ -204,17 +206,23 @@ class Backend:
         return self._accumulation.holding_back()
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[Recording]:
+    def record(self, *, memory: bool = False) -> Iterator[Recording]:
         """Record one training step: forward, backward and, if wanted, the optimizer's step.
 
         The compiled model must have run before. torch's profiler runs meanwhile, and on an accelerator the host waits
         for every instruction, so the step is slower than others. ``report()`` shows the last recording.
 
+        Args:
+            memory: remember every allocation on the device, which :meth:`Recording.save_memory` writes for
+                pytorch.org/memory_viz. A history that torch kept before ends with the recording.
+
         Raises:
             ZeroGraphError: nothing was compiled yet, or anything but one step ran.
+            ConfigError: ``memory`` is no bool, or torch remembers no allocations of the device, as of a CPU.
         """
-        machine = self._planner.machine
-        with Recording(self._frames, self._adoption.params, self._optimizers.stepped, machine) as recording:
+        require_flag("memory", memory, "memory=True remembers the allocations of the step, on a GPU")
+        params, stepped = self._adoption.params, self._optimizers.stepped
+        with Recording(self._frames, params, stepped, self._planner.machine, memory) as recording:
             yield recording
         self._recording = recording
 

@@ -305,7 +305,7 @@ class Executor:
     def _fetch_saved(self, instruction: Move, registers: list[Any]) -> None:
         (out,) = instruction.writes
         if instruction.staged:  # on its way from NVMe
-            registers[out] = self.store.saved.copy_up(registers[instruction.reads[0]])
+            registers[out] = self.store.saved.copy_up(registers[instruction.reads[0]], instruction.label)
         else:
             offloaded = [registers[r] for r in instruction.reads]
             registers[out] = self.store.saved.fetch(offloaded, instruction.source, instruction.label)

@@ -152,7 +152,7 @@ class Copies:
         rising = {}
         for name, copy in self._of(params):
             if copy.late is not None:
-                self._follow(copy, copy.late)
+                self._follow(name, copy, copy.late)
             elif copy.is_late and copy.cast is not None:
                 self.fresh(name)
             copy.seen = versions(self._locations.params[name])
@@ -161,11 +161,11 @@ class Copies:
         if rising:
             self._locations.hosted.upload(rising)
 
-    def _follow(self, copy: Copy, values: Tensor) -> None:
+    def _follow(self, name: str, copy: Copy, values: Tensor) -> None:
         """Let programs compute with ``values`` from here on."""
         host = self._locations.host
         if copy.tensor is not None and host is not None:
-            host.bring(copy, values)
+            host.bring(name, copy, values)
             return
         if host is not None:
             host.wait_for_parameters()

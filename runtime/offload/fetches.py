@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor
 from zerograph.core.instructions import Gather
 from zerograph.core.plan import Param, ParamTile
 from zerograph.core.program import Program
+from zerograph.core.timeline import WAIT
 from zerograph.runtime.buffers import BufferPool, tile_of
 from zerograph.runtime.delayed import ForwardUpdate
 from zerograph.runtime.offload.blocks import UNIT, Block, ShardRun
@@ -21,6 +23,7 @@ from zerograph.runtime.offload.host import Transfer
 from zerograph.runtime.offload.locations import Locations
 from zerograph.runtime.offload.nvme import Priority, Ticket, huge_tensor
 from zerograph.runtime.offload.room import ArenaRoom
+from zerograph.runtime.timings import Purpose, Timings
 
 
 @dataclass(slots=True)
@@ -32,12 +35,14 @@ class Fetch:
         on_host: places in ``shards`` of those that are on the host, or are read to there, and are to be copied from
             there.
         copies: from there.
+        whose: one of them is, by which a recording knows the bucket.
     """
 
     shards: list[Tensor]
     under_way: list[Ticket] = field(default_factory=list)
     on_host: list[int] = field(default_factory=list)
     copies: list[Transfer] = field(default_factory=list)
+    whose: str = ""
 
 
 class Fetches:
@@ -47,8 +52,8 @@ class Fetches:
         following: updates that end inside of the next forward, and have not yet: a gather waits for its own.
     """
 
-    def __init__(self, room: ArenaRoom, locations: Locations, copies: Copies) -> None:
-        self._room, self._locations, self._copies = room, locations, copies
+    def __init__(self, room: ArenaRoom, locations: Locations, copies: Copies, timings: Timings) -> None:
+        self._room, self._locations, self._copies, self._timings = room, locations, copies, timings
         self._buffers = BufferPool(huge_tensor)  # where the host has no memory of its own, which stages
         self._order: dict[str, int] = {}  # by parameter, in the order in which forwards first gather them
         self.following: set[ForwardUpdate] = set()
@@ -70,6 +75,12 @@ class Fetches:
         for update in list(self.following):
             update.settle()
 
+    def _wait_for_updates(self, params: Sequence[Param]) -> None:
+        begin, numbers = time.time_ns(), {self._order[p.name] for p in params if p.name in self._order}
+        waited = [update.wait_for(numbers) for update in list(self.following)]
+        if any(waited):
+            self._timings.add("gather", Purpose(WAIT, params[0].name), begin, time.time_ns())
+
     def start(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
         """Begin to bring to the device what programs gather of ``params``, whose outward ``shards`` are given."""
         return self.copy_up(self.start_read(params, shards))
@@ -77,12 +88,12 @@ class Fetches:
     def start_read(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
         """Begin to bring from NVMe to the host, or to a device that has no other memory, what :meth:`copy_up` brings to
         the device."""
-        for update in list(self.following):
-            update.wait_for({self._order[p.name] for p in params if p.name in self._order})
+        self._wait_for_updates(params)
         at, host = self._locations, self._locations.host
         if not at.offloaded and host is None:
             return Fetch([tile_of(p, shard) for p, shard in zip(params, shards, strict=True)])
-        fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
+        fetch, found = Fetch([], whose=params[0].name), dict[str, Tensor]()
+        reads = dict[Extent, tuple[Block, torch.dtype, list[str]]]()
         on_host = set[str]()
         for param, shard in zip(params, shards, strict=True):
             name = param.name
@@ -127,7 +138,7 @@ class Fetches:
             reads, fetch.under_way = fetch.under_way, []
             sources = {place: fetch.shards[place] for place in fetch.on_host}
             arrived = partial(self._wait_for, reads) if reads else None
-            targets = self._locations.hosted.fetch(sources, arrived, fetch.copies)
+            targets = self._locations.hosted.fetch(sources, arrived, fetch.copies, fetch.whose)
             fetch.shards = [targets.get(place, shard) for place, shard in enumerate(fetch.shards)]
             fetch.on_host = []
         return fetch

@@ -15,9 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zerograph.core.machine import Way
 from zerograph.core.slots import SLOTS
 from zerograph.runtime.offload.background import Background
 from zerograph.runtime.offload.nvme import huge_tensor
+from zerograph.runtime.timings import Purpose, Timings
 from zerograph.runtime.torch_private import memory_is_unshared
 
 log = logging.getLogger(__name__)
@@ -44,9 +46,11 @@ class HostMemory(Protocol):
 
     Attributes:
         device: the other memory.
+        timings: hear of copies, for recordings.
     """
 
     device: torch.device
+    timings: Timings
 
     def room(self, size: int) -> Tensor:
         """So many bytes on the host, which the device can copy from and to by itself."""
@@ -58,10 +62,12 @@ class HostMemory(Protocol):
     def above(self, size: int) -> Tensor:
         """So many bytes on the device."""
 
-    def start(self, pairs: Pairs, arrived: Callable[[], None] | None = None) -> Transfer:
+    def start(
+        self, way: Way, pairs: Pairs, arrived: Callable[[], None] | None = None, *, purpose: Purpose | None = None
+    ) -> Transfer:
         """Begin to copy each source to its target, once the device has done all that it was told before, and
         ``arrived()`` has returned, where it is given: sources have their values then. What that raises, waiting for
-        the transfer raises."""
+        the transfer raises. A recording tells copies on their ``way`` by their ``purpose``."""
 
     def after_copies(self, job: Callable[[], None]) -> Future[None]:
         """See :data:`AfterCopies`."""
@@ -79,7 +85,7 @@ class AcceleratorHost:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.timings = device, Timings()
         self._up, self._down = torch.Stream(device=device), torch.Stream(device=device)
         self._rising, self._leaving = Background("zerograph-copy-up"), Background("zerograph-copy-down")
         self._under_way: list[_Copying] = []  # each keeps its memory on the host
@@ -132,9 +138,11 @@ class AcceleratorHost:
         """See :class:`HostMemory`; torch's allocator keeps it between steps."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def start(self, pairs: Pairs, arrived: Callable[[], None] | None = None) -> _Copying:
+    def start(
+        self, way: Way, pairs: Pairs, arrived: Callable[[], None] | None = None, *, purpose: Purpose | None = None
+    ) -> _Copying:
         """See :class:`HostMemory`."""
-        stream = self._down if pairs[0][1].is_cpu else self._up
+        stream = self._down if way == "d2h" else self._up
         before = torch.accelerator.current_stream(self.device).record_event()
 
         @torch.inference_mode()  # in which tensors of the caller's may be made, and which threads do not inherit
@@ -143,9 +151,11 @@ class AcceleratorHost:
                 arrived()
             stream.wait_event(before)
             try:
+                ended = self.timings.add_told(way, purpose, stream)
                 with stream:
                     for source, target in pairs:
                         target.copy_(source, non_blocking=True)
+                ended()
                 return stream.record_event()
             except BaseException:
                 stream.synchronize()  # what was begun uses memory that nobody keeps from here on

@@ -17,6 +17,7 @@ from zerograph.core.plan import Param, ParamTile, Placement
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.runtime.buffers import aligned, tile_of, torch_dtype
 from zerograph.runtime.offload.host import HostMemory, Pairs, Transfer
+from zerograph.runtime.timings import Purpose
 from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, versions
 
 K = TypeVar("K")
@@ -103,15 +104,15 @@ class HostShards:
                 room = self._slot(copy.tensor.nbytes)
                 (cast,) = _laid_out(room, [copy.tensor])
                 source = cast.copy_(source)  # by the host: fewer bytes go up
-            under_way = self.bring(copy, source)
+            under_way = self.bring(name, copy, source)
             if room is not None:
                 self._slots.append((room, under_way))
 
-    def bring(self, copy: Copy, values: Tensor) -> Transfer:
-        """Begin to bring ``copy``, which is on the device, its ``values`` from the host."""
+    def bring(self, name: str, copy: Copy, values: Tensor) -> Transfer:
+        """Begin to bring the ``copy`` of a parameter, which is on the device, its ``values`` from the host."""
         copy.renew()
         assert copy.tensor is not None
-        copy.under_way = self.memory.start([(values, copy.tensor)])
+        copy.under_way = self.memory.start("h2d", [(values, copy.tensor)], purpose=Purpose("parameters", name))
         self._rising.append(copy.under_way)
         return copy.under_way
 
@@ -124,13 +125,14 @@ class HostShards:
         return room if len(room) >= size else self.memory.room(size)
 
     def fetch(
-        self, sources: Mapping[K, Tensor], arrived: Callable[[], None] | None, under_way: list[Transfer]
+        self, sources: Mapping[K, Tensor], arrived: Callable[[], None] | None, under_way: list[Transfer], whose: str
     ) -> dict[K, Tensor]:
         """Begin to copy shards to memory on the device, which are on the host when ``arrived`` returns, or are
-        there."""
+        there. Recordings know the bucket by ``whose`` one of them is."""
         room = self.memory.above(sum(aligned(source.nbytes) for source in sources.values()))
         found = dict(zip(sources, _laid_out(room, sources.values()), strict=True))
-        under_way.append(self.memory.start([(sources[key], target) for key, target in found.items()], arrived))
+        pairs = [(sources[key], target) for key, target in found.items()]
+        under_way.append(self.memory.start("h2d", pairs, arrived, purpose=Purpose("shard", whose)))
         self._rising.append(under_way[-1])
         return found
 
@@ -147,7 +149,7 @@ class HostShards:
         """Begin to copy gradients to the host, where they stay; returns what autograd gets in their places."""
         room = self._room(tuple(grads), _bytes(grads))
         found = dict(zip(grads, _laid_out(room, self._likes(grads)), strict=True))
-        self._down([(grad, found[name]) for name, grad in grads.items()])
+        self._down(next(iter(grads), ""), [(grad, found[name]) for name, grad in grads.items()])
         # With versions of their own: autograd adds to each.
         return {name: placed.data for name, placed in found.items()}
 
@@ -158,7 +160,7 @@ class HostShards:
             like = torch.empty_like(local_tensor(self._params[tile.name]), dtype=grad.dtype, device="meta")
             (placed,) = _laid_out(self._room((tile.name,), aligned(like.nbytes)), [like])
             into = placed.data
-        self._down([(grad, tile_of(tile, into))])
+        self._down(tile.name, [(grad, tile_of(tile, into))])
         return into
 
     def _room(self, key: tuple[str, ...], size: int) -> Tensor:
@@ -179,7 +181,7 @@ class HostShards:
         """Begin to copy gradients, or tiles of them, to the host, from where they are written."""
         room = self.memory.stage(_bytes(grads))
         found = dict(zip(grads, _laid_out(room, self._likes(grads)), strict=True))
-        self._down([(grad, found[name]) for name, grad in grads.items()])
+        self._down(next(iter(grads), ""), [(grad, found[name]) for name, grad in grads.items()])
         return found
 
     def _likes(self, grads: Mapping[str, Tensor]) -> Iterator[Tensor]:
@@ -190,10 +192,10 @@ class HostShards:
             like = like if like.shape == grad.shape else like[: len(grad)]
             yield torch.empty_like(like, dtype=grad.dtype, device="meta")
 
-    def _down(self, pairs: Pairs) -> None:
+    def _down(self, whose: str, pairs: Pairs) -> None:
         while len(self._leaving) >= LEAVING:
             self._leaving.popleft().wait()
-        self._leaving.append(self.memory.start(pairs))
+        self._leaving.append(self.memory.start("d2h", pairs, purpose=Purpose("gradient", whose)))
 
     def wait_for_gradients(self) -> None:
         """Return when all are here: transfers end in the order in which they begin."""

@@ -106,7 +106,7 @@ class SavedActivations:
         for span in _spans(tensors):
             if _stays(tensors, span):
                 continue
-            placed = self._to_nvme(span.bytes, whose) if is_disk(tier) else self._to_host(span.bytes)
+            placed = self._to_nvme(span.bytes, whose) if is_disk(tier) else self._to_host(span.bytes, whose)
             if placed is not None:
                 for k in span.members:
                     found[k] = _as(tensors[k], span.bytes, placed)
@@ -190,7 +190,7 @@ class SavedActivations:
         there = {slot for slots in remaining.values() for slot in slots}
         self._at = {address: slot for address, slot in self._at.items() if slot in there}
 
-    def _to_host(self, source: Tensor) -> Tensor:
+    def _to_host(self, source: Tensor, whose: str) -> Tensor:
         host = self._host()
         assert host is not None  # where a plan has something there
         slots = self._on_host.setdefault(source.nbytes, [])
@@ -201,7 +201,7 @@ class SavedActivations:
                     others[:] = [slot for slot in others if not memory_is_unshared(slot)]
             placed = host.room(source.nbytes)
             slots.append(placed)
-        self._copies[-1].append(host.start([(source, placed)]))
+        self._copies[-1].append(host.start("d2h", [(source, placed)], purpose=Purpose("activations", whose)))
         return placed
 
     def fetch(self, offloaded: Sequence[Tensor], tier: Tier, whose: str = "") -> Returning:
@@ -209,7 +209,7 @@ class SavedActivations:
         there."""
         found, purpose = Returning(list(offloaded), offloaded, [], []), Purpose("activations", whose)
         if tier == "host":
-            return self.copy_up(found)
+            return self.copy_up(found, whose)
         for span in _spans(offloaded):
             slot = None if _stays(offloaded, span) else self._slot_of(span.bytes)
             if slot is not None:
@@ -220,8 +220,8 @@ class SavedActivations:
                     found.here[k] = _as(offloaded[k], span.bytes, target)
         return found
 
-    def copy_up(self, returning: Returning) -> Returning:
-        """Begin to copy to the device what is on the host, or is read to there."""
+    def copy_up(self, returning: Returning, whose: str = "") -> Returning:
+        """Begin to copy to the device what is on the host, or is read to there. Recordings name ``whose`` it is."""
         host = self._host()
         assert host is not None  # where a plan has something there
         found = Returning(list(returning.here), returning.offloaded, [], [])
@@ -231,7 +231,8 @@ class SavedActivations:
                 continue
             target = _memory(span.bytes.nbytes) if host.device.type == "cpu" else host.above(span.bytes.nbytes)
             arrived = partial(_wait_for, returning.reads) if returning.reads else None
-            found.copies.append(host.start([(span.bytes, target)], arrived))
+            own = Purpose("activations", whose)
+            found.copies.append(host.start("h2d", [(span.bytes, target)], arrived, purpose=own))
             for k in span.members:
                 found.here[k] = _as(returning.here[k], span.bytes, target)
         self._rising += found.copies

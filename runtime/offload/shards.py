@@ -71,7 +71,7 @@ class ShardStore:
         self.slots = Slots(self.room, self.locations, self.wait_for_gradients)
         self.gradients = OffloadedGradients(self.room, self.locations, self.slots)
         self.copies = Copies(self.room, self.locations, self.slots)
-        self.fetches = Fetches(self.room, self.locations, self.copies)
+        self.fetches = Fetches(self.room, self.locations, self.copies, self.timings)
         self.states = OffloadedStates(self.room, self.slots)
         self.early = EarlyParameters(self.room, self.locations, self.states.reclaim)
         self.saved = SavedActivations(lambda: self.locations.host.memory if self.locations.host is not None else None)

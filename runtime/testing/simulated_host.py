@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from zerograph.core.machine import Way
 from zerograph.runtime.buffers import BufferPool
 from zerograph.runtime.offload.host import Pairs
 from zerograph.runtime.offload.nvme import huge_tensor
+from zerograph.runtime.timings import Purpose, Timings
 
 
 class SimulatedHost:
@@ -22,7 +25,7 @@ class SimulatedHost:
     """
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
+        self.device, self.timings = torch.device("cpu"), Timings()
         self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
         self._above, self._staged = BufferPool(self.room), BufferPool(huge_tensor)
 
@@ -39,7 +42,9 @@ class SimulatedHost:
         """See :class:`~zerograph.runtime.offload.host.HostMemory`; used again when nothing reads it."""
         return self._above.take(size)
 
-    def start(self, pairs: Pairs, arrived: Callable[[], None] | None = None) -> _Copying:
+    def start(
+        self, way: Way, pairs: Pairs, arrived: Callable[[], None] | None = None, *, purpose: Purpose | None = None
+    ) -> _Copying:
         """See :class:`~zerograph.runtime.offload.host.HostMemory`."""
         for _, target in pairs:
             # All bits of a byte: not-a-number in any dtype that looks at it.
@@ -48,7 +53,9 @@ class SimulatedHost:
         def job() -> None:
             if arrived is not None:
                 arrived()
+            begin = time.time_ns()
             _copy(pairs)
+            self.timings.add(way, purpose, begin, time.time_ns())
 
         return _Copying(self.after_copies(job))
 

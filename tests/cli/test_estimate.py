@@ -45,6 +45,17 @@ def test_a_row_per_stage_and_offload_with_the_fastest_marked() -> None:
     assert "no: device" in lines[1]
 
 
+def test_memory_outside_of_the_allocator_is_named() -> None:
+    """Of a GPU whose whole memory is known; not where users say how much tensors may take."""
+    line = f"{LLAMA} --world 8 --machine h100-80gb"
+    named = "outside of torch's allocator: driver's context 426 MiB, NCCL's buffers 576 MiB; 6% of each"
+    assert named in run(line).stderr
+    assert json.loads(run(f"{line} --json").stdout)["outside"] == {
+        "driver's context": 426 * 2**20, "NCCL's buffers": 2 * 24 * 12 * 2**20,
+    }  # fmt: skip
+    assert "outside of" not in run(f"{line} --memory 70GiB").stderr + run(f"{SMALL} --machine cpu").stderr
+
+
 def test_check_exits_with_1_and_says_why_when_nothing_fits() -> None:
     line = f"{LLAMA} --tier device --memory 70GiB"
     result = run(f"{line} --check")

@@ -27,6 +27,7 @@ from zerograph.cli.view.drawing import ASCII_BLOCKS, BLOCKS, bar, sparkline
 from zerograph.cli.view.groups import grouped
 from zerograph.cli.view.moment import START, find_task, moment
 from zerograph.core.files.planfile import Holding, PlanFile, Reason
+from zerograph.core.machine import machine_named
 
 
 @pytest.fixture
@@ -327,6 +328,14 @@ def test_a_sparkline_is_as_wide_as_given_and_shows_the_peak(
     assert len(line) == width and set(line) <= set(blocks)
     before_the_end = max(level for at, level in curve if at < 1.0)
     assert (blocks[-1] in line) is (before_the_end > 0)
+
+
+def test_memory_of_a_gpu_outside_of_the_allocator_is_named(tmp_path: Path) -> None:
+    on_gpu = written(tmp_path / "plan.json", replace(plan_file(4), machine=machine_named("h100-80gb")))
+    assert "outside of torch's allocator: driver's context 426 MiB, NCCL's buffers 576 MiB" in run(on_gpu).stdout
+    assert data(on_gpu)["outside"] == {"driver's context": 426 * 2**20, "NCCL's buffers": 576 * 2**20}
+    on_cpu = written(tmp_path / "cpu.json", plan_file(4))
+    assert "outside of" not in run(on_cpu).stdout and data(on_cpu)["outside"] == {}
 
 
 def test_a_sparkline_of_steps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,7 +172,10 @@ def test_what_moves_to_and_from_nvme_is_recorded(kind: str, tmp_path: Path) -> N
     with backend.record() as recording:
         step()
         optimizer.settle()
-    named = [span for span in recording.forecast.spans if span.what]
+    waits = {(span.name, span.phase) for span in recording.forecast.spans if span.what == "wait"}
+    own = {(f"wait for the update of layers.{bucket}", "forward") for bucket in range(4)}
+    assert waits == (own if kind == "beside the next forward" else set())
+    named = [span for span in recording.forecast.spans if span.what and span.what != "wait"]
     moved: dict[str, set[tuple[int, str]]] = {}
     for span in named:
         assert span.end > span.start >= 0 and span.label == f"layers.{span.bucket}"
@@ -196,6 +200,59 @@ def test_what_moves_to_and_from_nvme_is_recorded(kind: str, tmp_path: Path) -> N
     path = tmp_path / "run.json"
     recording.save(path)
     assert Run.from_json(path.read_text()).measured == measured
+
+
+def test_a_gather_that_waits_for_an_update_begins_behind_that(tmp_path: Path) -> None:
+    """Of parameters in memory, whose gather waits itself."""
+    model = Stack(layers=4, width=256)
+    backend = zerograph.backend(offload="optimizer", path=str(tmp_path), nvme="64MiB", bucket_size="300kB")
+    model.compile(backend=backend)
+    optimizer = zerograph.optim.AdamW(model.parameters(), overlap="forward")
+    recording = recorded_step(backend, optimizer, lambda: model(torch.randn(64, 256)))
+    for bucket in range(4):
+        spans = [s for s in recording.forecast.spans if s.bucket == bucket and s.phase == "forward"]
+        (wait,) = (span for span in spans if span.what == "wait")
+        first = next(span for span in spans if span.operation == "gather")
+        assert wait.start < wait.end <= first.start + 1e-6
+        assert not any(key.startswith("update wait") for key in recording.measured.moves)
+
+
+ON_HOST: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "on the host": ({"update": "host", "activations": "host"}, {"spill activations": "forward"}),
+    "through the device": ({"update": "device"}, {"fetch states": "update", "spill states": "update"}),
+}
+
+
+@pytest.mark.parametrize("where", ON_HOST)
+def test_copies_between_device_and_host_are_recorded(where: str) -> None:
+    """Of a split machine, whose copies a thread makes: on an accelerator tests/gpu/test_train.py does the same."""
+    options, more = ON_HOST[where]
+    model = Stack(layers=4, width=256)
+    split = replace(machine_named("cpu"), split=True)
+    backend = zerograph.backend(offload="parameters", tier="host", machine=split, bucket_size="300kB", **options)
+    model.compile(backend=backend)
+    optimizer = zerograph.optim.AdamW(model.parameters())
+    recording = recorded_step(backend, optimizer, lambda: model(torch.randn(64, 256)))
+    moved: dict[str, set[tuple[int, str]]] = {}
+    for span in recording.forecast.spans:
+        if span.what:
+            assert span.end > span.start >= 0 and span.stream == ("h2d" if span.operation == "fetch" else "d2h")
+            moved.setdefault(f"{span.operation} {span.what}", set()).add((span.bucket, span.phase))
+    assert moved.pop("fetch shard") == {*((b, "forward") for b in range(4)), *((b, "backward") for b in (1, 2, 3))}
+    assert moved.pop("spill gradient") == {(bucket, "backward") for bucket in range(4)}
+    for key, phase in more.items():
+        assert {found for _, found in moved.pop(key)} == {phase}
+    moved.pop("fetch activations", None)
+    assert not moved
+
+    measured, found = recording.measured, recording.predicted(split).forecast
+    spans = [span for span in found.spans if span.operation in ("fetch", "spill")]
+    assert {f"{span.operation} {span.what}" for span in spans} >= {"fetch shard", "spill gradient"}
+    for span in spans:
+        seconds = measured.moves[move_key(span.operation, span.what, span.bucket, span.label)]
+        assert span.end - span.start == pytest.approx(seconds)
+    (update,) = (span for span in recording.forecast.spans if span.name == "optimizer update")
+    assert measured.update == pytest.approx(update.end - update.start)  # one number, with the copies inside of it
 
 
 def _groups() -> None:
@@ -313,6 +370,21 @@ def _record_wrongly(what: str) -> str:
     if what != "nothing compiled":
         record(step)  # still works
     return str(caught.value)
+
+
+def test_memory_of_a_cpu_is_refused(tmp_path: Path) -> None:
+    """And before anything is recorded: tests/gpu/test_train.py records that of an accelerator."""
+    model = Stack(layers=2)
+    backend = zerograph.backend(offload="optimizer", path=str(tmp_path), nvme="64MiB")
+    model.compile(backend=backend)
+    optimizer = zerograph.optim.AdamW(model.parameters())
+    for memory, message in (("yes", "memory must be True or False, got 'yes'"), (True, "no history of allocations")):
+        model(torch.randn(64, 128)).backward()
+        with pytest.raises(ConfigError, match=message), backend.record(memory=memory):  # type: ignore[arg-type]
+            pass
+    recording = recorded_step(backend, optimizer, lambda: model(torch.randn(64, 128)))
+    with pytest.raises(ZeroGraphError, match="no snapshot of memory"):
+        recording.save_memory(tmp_path / "memory.pickle")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,13 @@ def test_an_update_is_named_as_forecasts_name_it() -> None:
     assert move.key == move_key("update", "states", FIRST.index, "")
 
 
+def test_a_wait_is_shown_and_not_counted() -> None:
+    (wait,) = moves_of(("gather", "wait", 10, 20))
+    ((_, span),) = wait.spans()
+    assert (span.name, span.stream, span.phase) == (f"wait for the update of {FIRST.name}", "gather", "forward")
+    assert seconds_of([wait], ()) == {}
+
+
 def test_activations_have_their_own_name() -> None:
     write, read = moves_of(
         ("nvme_write", "activations", 10, 20), ("nvme_read", "activations", 110, 120), whose="layers.1"

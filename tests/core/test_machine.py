@@ -44,6 +44,8 @@ def test_presets_are_read_back(name: str) -> None:
         ({"published": {"float32": 0}}, "published rate of float32 is 0"),
         ({"published": "much"}, "published is 'much'"),
         ({"disturbed": 2}, "disturbed is 2"),
+        ({"context": -1}, "context is -1, not a number of bytes"),
+        ({"communicator": "4MiB"}, "communicator is '4MiB', not a number of bytes"),
     ],
     ids=str,
 )
@@ -51,6 +53,27 @@ def test_what_no_machine_is_like_is_refused(change: dict[str, Any], message: str
     data = json.loads(PRESETS["h100-80gb"].to_json()) | change
     with pytest.raises(ConfigError, match=message):
         Machine.from_json(json.dumps(data))
+
+
+def test_a_budget_leaves_what_is_outside_of_the_allocator() -> None:
+    """At least: what is reserved is for that, too. A CPU has nothing of the kind, nor a device whose free bytes are
+    given."""
+    h100, cpu = PRESETS["h100-80gb"], PRESETS["cpu"]
+    assert h100.outside(1) == {"driver's context": h100.context}
+    assert h100.outside(8) == {"driver's context": h100.context, "NCCL's buffers": 2 * h100.communicator}
+    beside = sum(h100.outside(8).values())
+    assert 0.5 * 2**30 < beside < 0.06 * h100.device_memory
+    assert h100.budget(8)["device"] == h100.device_memory - beside
+    assert h100.budget(8, 0.06)["device"] == int(0.94 * h100.device_memory)
+    assert not cpu.outside(8) and cpu.budget(8)["device"] == cpu.device_memory
+    given = machine_named("h100-80gb", 2**20)
+    assert not given.outside(8) and given.budget(8)["device"] == 2**20
+
+
+def test_machines_of_older_files_have_nothing_outside() -> None:
+    data = json.loads(PRESETS["h100-80gb"].to_json())
+    del data["context"], data["communicator"]
+    assert not Machine.from_json(json.dumps(data)).outside(8)
 
 
 def test_float32_products_are_tf32_only_where_torch_is_set_so() -> None:

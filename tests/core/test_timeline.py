@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.core.timeline import COMMUNICATION, STREAMS, Forecast, Span, Stream
+from zerograph.core.timeline import COMMUNICATION, STREAMS, WAIT, Forecast, Span, Stream
 
 Part = tuple[Stream, float, float]
 
@@ -24,6 +26,12 @@ def test_a_step_is_as_long_as_its_last_task() -> None:
     step = forecast(("compute", 0, 3), ("reduce", 2, 7), ("compute", 3, 4))
     assert step.seconds == 7
     assert step.busy() == {"compute": 4, "reduce": 5}
+
+
+def test_a_stream_that_waits_does_not_work() -> None:
+    step = forecast(("gather", 0, 2), ("gather", 2, 5))
+    waits = replace(step, spans=(replace(step.spans[0], what=WAIT), step.spans[1]))
+    assert (waits.seconds, waits.busy(), waits.exposed_communication) == (5, {"gather": 3}, 3)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_the_largest_fits_as_traced_and_the_next_does_not(model: type[nn.Module]
 
 @pytest.mark.slow
 def test_stages_that_shard_share_their_traces_and_shard_more_to_fit_more() -> None:
-    machine = replace(GPU, device_memory=MIB)
+    machine = GPU.with_memory(MIB)
     found = largest_by_stage(mlp, "batch", machine, [1, 2, 3], reserve=0.1, world=WORLD, batch=1, seq=1)
     sizes = [filled.value for filled, _ in found.values()]
     assert list(found) == [1, 2, 3] and 1 < sizes[0] <= sizes[1] <= sizes[2]
@@ -65,7 +65,7 @@ def test_a_share_of_every_tier_is_held_back() -> None:
 
 def test_where_not_even_one_fits_it_is_said_what_is_missing() -> None:
     with pytest.raises(InfeasibleError, match="device memory"):
-        largest_file("mlp", mlp, replace(GPU, device_memory=4096), "batch")
+        largest_file("mlp", mlp, GPU.with_memory(4096), "batch")
 
 
 @pytest.mark.parametrize("options", [{"stage": 0, "offload": "optimizer"}, {"offload": "all", "tier": "tape"}], ids=str)

@@ -91,6 +91,29 @@ def load() -> Any:
     return library
 
 
+def _snapshot(library: Any) -> dict[str, Any]:
+    """Its memory as ``torch.cuda.memory._snapshot`` tells it, without the places of the code that took it."""
+    trace = [
+        {
+            "action": action, "addr": each.address, "size": each.size, "stream": each.stream,
+            "time_us": each.microseconds, "frames": [],
+        }
+        for each in library.history()
+        for action in (["alloc"] if each.taken else ["free_requested", "free_completed"])
+    ]  # fmt: skip
+    blocks = [
+        {
+            "address": piece.address, "size": piece.size, "requested_size": piece.size, "frames": [],
+            "state": "active_allocated" if piece.used else "inactive",
+        }
+        for piece in library.pieces()
+    ]  # fmt: skip
+    sizes = {"total_size": sum(b["size"] for b in blocks), "allocated_size": library.held()}
+    start = blocks[0]["address"] if blocks else 0
+    segment = {"device": 0, "address": start, "stream": 0, "segment_type": "large", "blocks": blocks, **sizes}
+    return {"segments": [segment], "device_traces": [trace]}
+
+
 def _module(library: Any) -> types.ModuleType:
     """What torch asks of ``torch.fake``."""
     module: Any = types.ModuleType("torch.fake")
@@ -99,6 +122,10 @@ def _module(library: Any) -> types.ModuleType:
     module.device_count, module.current_device = lambda: 1, lambda: 0
     module.set_device = lambda _: None
     module.memory_allocated = lambda *_: library.held()
+    module.memory = types.SimpleNamespace(
+        _record_memory_history=lambda enabled="all", **_: library.keep_history(enabled is not None),
+        _snapshot=lambda *_: _snapshot(library),
+    )
     module.synchronize = lambda *_: library.synchronize()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     generator = library.default_generator()

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -24,6 +25,7 @@ struct Block {
   std::size_t begin, size;
   std::int64_t stream;
   std::vector<std::int64_t> readers;  // other streams that were said to use it
+  bool used = true;
 };
 
 // As the allocator of a GPU: what is freed is used again by the stream that it was made for, in the order in which that
@@ -43,6 +45,7 @@ class Arena final : public c10::Allocator {
     const c10::Device device(kType, 0);
     if (bytes == 0) return {nullptr, nullptr, &release, device};
     auto* block = take((bytes + kGrain - 1) / kGrain * kGrain);
+    report(*block, 1);
     return {shown_ + block->begin, block, &release, device};
   }
 
@@ -65,7 +68,39 @@ class Arena final : public c10::Allocator {
 
   std::size_t held() const { return held_; }
 
+  void keep_history(bool keep) {
+    std::lock_guard hold(lock_);
+    keeps_ = keep;
+    if (keep) history_.clear();
+  }
+
+  std::vector<Allocation> history() {
+    std::lock_guard hold(lock_);
+    return history_;
+  }
+
+  std::vector<Piece> pieces() {
+    std::lock_guard hold(lock_);
+    std::vector<Piece> found;
+    for (const auto* block : made_) found.push_back({shown(*block), block->size, block->used});
+    return found;
+  }
+
  private:
+  std::uintptr_t shown(const Block& block) const { return reinterpret_cast<std::uintptr_t>(shown_ + block.begin); }
+
+  // Tells torch's profiler of memory that is taken (1) or given back (-1).
+  void report(const Block& block, std::int64_t sign) {
+    const auto size = sign * static_cast<std::int64_t>(block.size);
+    c10::reportMemoryUsageToProfiler(shown_ + block.begin, size, held_, end_, c10::Device(kType, 0));
+  }
+
+  void remember(const Block& block, bool taken) {
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    const auto microseconds = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
+    if (keeps_) history_.push_back({taken, shown(block), block.size, block.stream, microseconds});
+  }
+
   Block* take(std::size_t size) {
     const auto stream = current_stream();
     std::lock_guard hold(lock_);
@@ -74,24 +109,30 @@ class Arena final : public c10::Allocator {
     if (!free.empty()) {
       auto* found = free.back();
       free.pop_back();
+      found->used = true;
+      remember(*found, true);
       return found;
     }
     TORCH_CHECK(end_ + size <= kArena, "the fake device is out of memory");
     auto* made = new Block{end_, size, stream, {}};
+    made_.push_back(made);
     end_ += size;
+    remember(*made, true);
     spoil(*made);
     return made;
   }
 
   void spoil(const Block& block) {
-    const auto shown = reinterpret_cast<std::uintptr_t>(shown_ + block.begin);
-    tell({"kernel", block.stream, 0, "the end of its life", {}, {shown}});
+    tell({"kernel", block.stream, 0, "the end of its life", {}, {shown(block)}});
     launch(block.stream, [at = used_ + block.begin, size = block.size] { std::memset(at, 0xFF, size); });
   }
 
   void give(Block* block) {
+    report(*block, -1);
     std::lock_guard hold(lock_);
     held_ -= block->size;
+    block->used = false;
+    remember(*block, false);
     for (auto reader : block->readers) Mark::set(reader)->hold(block->stream);
     block->readers.clear();
     spoil(*block);
@@ -104,6 +145,9 @@ class Arena final : public c10::Allocator {
   char *shown_, *used_;
   std::size_t end_ = 0, held_ = 0;
   std::map<std::pair<std::int64_t, std::size_t>, std::vector<Block*>> free_;
+  std::vector<Block*> made_;
+  bool keeps_ = false;
+  std::vector<Allocation> history_;
 };
 
 Arena& arena() {
@@ -197,5 +241,8 @@ void unpin(void* at) { pinned_memory().remove(at); }
 void* kernel_address(const void* address) { return arena().kernel_address(address); }
 void record(void* context, std::int64_t stream) { arena().record(context, stream); }
 std::size_t held() { return arena().held(); }
+void keep_history(bool keep) { arena().keep_history(keep); }
+std::vector<Allocation> history() { return arena().history(); }
+std::vector<Piece> pieces() { return arena().pieces(); }
 
 }  // namespace fake

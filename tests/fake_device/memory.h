@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace fake {
 
@@ -28,5 +29,26 @@ void record(void* context, std::int64_t stream);
 
 // Bytes that tensors hold.
 std::size_t held();
+
+// Memory that was taken, or given back, while the history was kept.
+struct Allocation {
+  bool taken;
+  std::uintptr_t address;
+  std::size_t size;
+  std::int64_t stream;
+  std::int64_t microseconds;  // since 1970
+};
+
+// From here on and of nothing before, or no longer.
+void keep_history(bool keep);
+std::vector<Allocation> history();
+
+// All memory that was ever taken, and whether a tensor has it now.
+struct Piece {
+  std::uintptr_t address;
+  std::size_t size;
+  bool used;
+};
+std::vector<Piece> pieces();
 
 }  // namespace fake

@@ -19,6 +19,19 @@ PYBIND11_MODULE(_fake_device, module) {
   module.def("manual_seed", &fake::manual_seed, pybind11::call_guard<pybind11::gil_scoped_release>());
   module.def("delay", &fake::delay);
   module.def("held", &fake::held);
+  module.def("keep_history", &fake::keep_history);
+  pybind11::class_<fake::Allocation>(module, "Allocation")
+      .def_readonly("taken", &fake::Allocation::taken)
+      .def_readonly("address", &fake::Allocation::address)
+      .def_readonly("size", &fake::Allocation::size)
+      .def_readonly("stream", &fake::Allocation::stream)
+      .def_readonly("microseconds", &fake::Allocation::microseconds);
+  module.def("history", &fake::history);
+  pybind11::class_<fake::Piece>(module, "Piece")
+      .def_readonly("address", &fake::Piece::address)
+      .def_readonly("size", &fake::Piece::size)
+      .def_readonly("used", &fake::Piece::used);
+  module.def("pieces", &fake::pieces);
   pybind11::class_<fake::Told>(module, "Told")
       .def_readonly("what", &fake::Told::what)
       .def_readonly("stream", &fake::Told::stream)

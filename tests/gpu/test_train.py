@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,9 @@ import torch.distributed as dist
 from gpu.accelerator import backend, here
 from ranks import run
 from torch import nn
+
+import zerograph
+from zerograph.runtime.torch_private import local_tensor
 
 
 def _batch() -> torch.Tensor:
@@ -59,18 +65,94 @@ def test_one_gpu_runs_the_collectives_of_its_group(
     assert compiler.report().transport == f"torch.distributed ({own})"
 
 
-@pytest.mark.cuda
-def test_a_step_is_recorded(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def _recorded(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, memory: bool = False, **options: Any) -> Any:
+    """The backend, its model and the recording of the third step of a loop."""
     monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
-    model, compiler, batch = _model().to(here()), backend(stage=3), torch.randn(16, 32, device=here())
-    optimizer, compiled = torch.optim.AdamW(model.parameters()), torch.compile(model, backend=compiler)
+    model, compiler, batch = _model().to(here()), backend(**options), torch.randn(16, 32, device=here())
+    optimizer, compiled = zerograph.optim.AdamW(model.parameters()), torch.compile(model, backend=compiler)
     for recorded in (False, False, True):
-        with compiler.record() if recorded else contextlib.nullcontext() as recording:
+        with compiler.record(memory=memory) if recorded else contextlib.nullcontext() as recording:
             compiled(batch).float().pow(2).mean().backward()
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not recorded)
+    return compiler, model, recording
+
+
+def test_a_step_is_recorded(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, _, recording = _recorded(alone, monkeypatch, stage=3)
     assert [span.name for span in recording.forecast.spans].count("optimizer update") == 1
     assert recording.forecast.peaks["device"].bytes > 0
+    assert "recorded step" in str(compiler.report())
+
+
+def test_copies_between_host_and_device_are_recorded(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By events in the streams of the copies."""
+    compiler, _, recording = _recorded(
+        alone, monkeypatch, stage=3, offload="parameters", tier="host", activations="host", bucket_size="64KB"
+    )
+    seconds = recording.forecast.seconds
+    moves = [span for span in recording.forecast.spans if span.what]
+    assert all(0 <= span.start < span.end < 2 * seconds for span in moves)
+    assert {(span.stream, span.operation, span.what) for span in moves} == {
+        ("h2d", "fetch", "shard"), ("d2h", "spill", "gradient"),
+        ("d2h", "spill", "activations"), ("h2d", "fetch", "activations"),
+    }  # fmt: skip
+    fetched = {span.bucket for span in moves if span.what == "shard"}
+    assert fetched == {bucket.index for bucket in compiler.plan.buckets}
+    assert {f"fetch shard {bucket}" for bucket in fetched} <= recording.measured.moves.keys()
+
+
+def test_a_snapshot_of_memory_names_what_allocates(
+    alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As pytorch.org/memory_viz reads it: it draws what ``device_traces`` allocate, and blocks that were there."""
+    compiler, model, recording = _recorded(alone, monkeypatch, memory=True, stage=3, bucket_size="64KB")
+    recording.save_memory(tmp_path / "memory.pickle")
+    found = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    (trace,) = (each for each in found["device_traces"] if each)
+    live: dict[int, int] = {}
+    for event in trace:
+        if event["action"] == "alloc":
+            end = event["addr"] + event["size"]
+            assert all(end <= other or event["addr"] >= other + size for other, size in live.items())
+            live[event["addr"]] = event["size"]
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    frames = [frame for event in trace if event["action"] == "alloc" for frame in event["frames"]]
+    ran = {(frame["filename"], frame["name"]) for frame in frames}
+    bucket = compiler.plan.buckets[1].name
+    assert {("forward", f"gather {bucket}"), ("backward", f"reduce {bucket}")} <= ran
+
+    blocks = {b["address"]: b for segment in found["segments"] for b in segment["blocks"]}
+    for name, param in model.named_parameters():
+        for tensor, what in ((param, f"parameter {name}"), (param.grad, f"gradient of {name}")):
+            at = local_tensor(tensor).data_ptr()
+            block = next(b for address, b in blocks.items() if address <= at < address + b["size"])
+            assert block["state"] == "active_allocated" and block["frames"][0]["filename"] == "held"
+            assert block["frames"][0]["name"].startswith(what.partition(" ")[0]), what
+    from torch.cuda import _memory_viz  # torch's own reader
+
+    stacks: list[str] = []
+    _memory_viz.memory(found, format_flamegraph=lambda lines: stacks.append(lines) or "")
+    assert "gradient of " in stacks[0]
+    assert _memory_viz.trace(found) and _memory_viz.segsum(found)
+
+
+def test_a_step_that_runs_out_of_memory_leaves_its_snapshot(
+    alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
+    model, compiler = _model().to(here()), backend(stage=3)
+    compiled = torch.compile(model, backend=compiler)
+    compiled(torch.randn(16, 32, device=here())).sum().backward()
+    with contextlib.suppress(RuntimeError), compiler.record(memory=True) as recording:
+        compiled(torch.randn(16, 32, device=here()))
+        torch.empty(2**50, dtype=torch.uint8, device=here())
+    recording.save_memory(tmp_path / "memory.pickle")
+    found = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    events = [event for trace in found["device_traces"] for event in trace]
+    assert any(frame["filename"] == "forward" for event in events for frame in event["frames"])
+    assert here().type != "cuda" or any(event["action"] == "oom" for event in events)
 
 
 def _two_ranks(stage: int | None) -> list[float]:

@@ -152,6 +152,10 @@ def _of_transformers(key_heads: int) -> None:
             optimizer.zero_grad()
     with pytest.raises(UnsupportedError, match="attention_mask is given"):
         model(ids[:, :8], attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]] * 2))
+    packed = positions[:, here] % (tokens - 4)  # a document ends on the last rank
+    for given in ({}, {"position_ids": packed}):
+        with pytest.raises(RuntimeError, match="position_ids are not those of this rank's tokens"):
+            model(ids[:, here], labels=own, shift_labels=own, **given)
 
 
 @pytest.mark.costly

@@ -30,6 +30,7 @@ from traced import TracedOnce
 
 import zerograph
 from zerograph.core.errors import UnsupportedError
+from zerograph.integrations.tensor_parallel import tensor_parallel
 
 WORLD, WIDTH, VOCABULARY = 4, 8, 12
 
@@ -342,36 +343,26 @@ def test_refused() -> None:
     run(WORLD, _refused)
 
 
-def _of_transformers(name: str) -> nn.Module:
+def _of_transformers(name: str) -> Any:
     import transformers
 
     layers = 2 if name == "Llama" else 1
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**sizes, **heads)
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
-    return model
-
-
-def _plan_of(model: Any, norms: bool) -> dict[str, Any]:
-    plan: dict[str, Any] = {}
-    for i, layer in enumerate(model.model.layers):
-        at = f"model.layers.{i}."
-        split = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.gate_proj")
-        plan |= {at + name: ColwiseParallel() for name in split}
-        plan |= {at + name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
-        if norms and hasattr(layer.self_attn, "q_norm"):  # of a rank's own heads
-            own = SequenceParallel(sequence_dim=2, use_local_output=True)
-            plan |= {f"{at}self_attn.{name}": own for name in ("q_norm", "k_norm")}
-    return plan
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, tie_word_embeddings=name == "Qwen3")
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 def _trains(name: str, ours: bool, norms: bool = True) -> tuple[list[float], Values]:
     torch._dynamo.reset()
     model, losses, mesh = _of_transformers(name), list[float](), grid()
     if ours:
-        parallelize_module(model, mesh["tp"], _plan_of(model, norms))
+        if norms:
+            tensor_parallel(model, mesh["tp"])
+        else:
+            split = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+            parallelize_module(model, mesh["tp"], split | {"model.layers.*.self_attn.o_proj": RowwiseParallel()})
         model.compile(backend=zerograph.backend(stage=3, compute="eager", mesh=mesh["dp"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for seed in range(3):
@@ -390,6 +381,7 @@ def _trains(name: str, ours: bool, norms: bool = True) -> tuple[list[float], Val
 
 
 def _compares(name: str) -> None:
+    """By transformers' own plan: embedding and head too, whose weight Qwen 3 shares."""
     close(_trains(name, True), _trains(name, False))
     if name == "Qwen3":
         with pytest.raises(UnsupportedError, match="is not split by tensor parallelism"):

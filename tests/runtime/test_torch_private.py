@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 
 import pytest
@@ -129,3 +130,10 @@ def _reaches_host() -> list[float]:
 
 def test_a_group_reaches_the_host() -> None:
     assert run(2, _reaches_host) == [[2.0] * 3] * 2
+
+
+def test_allocators_remember_on_devices_that_have_one() -> None:
+    """What is called with these arguments needs a device; that CUDA's function takes them can be seen without."""
+    assert torch_private.allocator_history(CPU) is None
+    taken = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert {"enabled", "context", "stacks", "clear_history"} <= taken.keys() and torch.cuda.memory._snapshot

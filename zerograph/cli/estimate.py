@@ -15,6 +15,7 @@ from zerograph.cli.options import SIZE
 from zerograph.cli.size_options import COUNT, SIZES, sizes
 from zerograph.cli.terminal import progress, show_table
 from zerograph.cli.verbosity import model_code, verbose_option
+from zerograph.cli.view.summary import outside
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import OFFLOAD_TIERS, PRESETS, TIERS, Tier, machine_from
 from zerograph.core.plan import OFFLOADS, Offload
@@ -199,6 +200,8 @@ def _show(
     if hosts:
         click.echo(f"{question.machine.title}: {hosts}")
     show_table(cells(table, best), NUMBERS, BELOW, BELOW)
+    if beside := outside(question.machine, question.world_size):
+        click.echo(f"{beside}; {question.reserve:.0%} of each device stay free for these and for fragments", err=True)
     if missing:
         click.echo(f"nothing fits: {missing}\n", err=True)
         for remedy in missing.remedies[:6]:

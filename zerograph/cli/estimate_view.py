@@ -68,6 +68,7 @@ def as_data(
         "machine": question.machine.name,
         "world_size": question.world_size,
         "reserve": question.reserve,
+        "outside": question.machine.outside(question.world_size),
         "rows": [_row(row, row is best) for row in table],
         "shortage": _shortage(missing) if missing else None,
         "largest": {"what": what, "value": value} if what else None,

@@ -7,6 +7,7 @@ saw them. Measurements of a run make better forecasts: see :attr:`Recording.meas
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,17 +38,20 @@ from zerograph.core.instructions import (
     WaitGather,
     WaitReduce,
 )
-from zerograph.core.machine import Machine, is_disk
+from zerograph.core.machine import Machine
 from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
-from zerograph.core.timeline import Forecast, Interval, Peak, Span, Stream, union
-from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs
+from zerograph.core.timeline import WAIT, Forecast, Interval, Peak, Span, Stream, union
+from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs, updates_are_modelled
 from zerograph.planner.programs.updates import update_program
 from zerograph.runtime.executor.telemetry import LABEL
+from zerograph.runtime.memory_history import During, MemoryHistory
 from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
+PROTOCOL = 4
+"""The newest pickle protocol that the visualizer's own reader knows."""
 NOT_COUNTED = (
     "buffers of the model, the batch, and whatever else existed before the recording began",
     "memory that the kernels' own code and the transport between ranks allocate",
@@ -73,7 +77,7 @@ class Recording:
 
     Attributes:
         forecast: the step in the schema of a forecast. The peak is of this rank.
-        measured: seconds of each distinct segment, of each bucket's collectives and of what moved to and from NVMe, to
+        measured: seconds of each distinct segment, of each bucket's collectives and of what moved between tiers, to
             forecast with.
     """
 
@@ -86,6 +90,7 @@ class Recording:
         params: Mapping[str, nn.Parameter],
         optimizers: Callable[[], Sequence[Optimizer]],
         machine: Machine,
+        memory: bool = False,
     ) -> None:
         """Made before the step.
 
@@ -94,9 +99,11 @@ class Recording:
             params: the backend's sharded parameters.
             optimizers: finds the optimizers that have stepped on them.
             machine: the machine that the step was planned for.
+            memory: the device's allocations are remembered, for :meth:`save_memory`.
 
         Raises:
             ZeroGraphError: nothing was compiled yet, or the model is not sharded.
+            ConfigError: torch remembers no allocations of the device.
         """
         last_frame(frames)
         if not params:
@@ -106,6 +113,8 @@ class Recording:
         self._frames, self._params, self._optimizers, self._machine = frames, params, optimizers, machine
         # Frames of one backend share device, communicator and telemetry: any frame's will do.
         self._runtime = next(frame.runtime for frame in frames if frame.runtime is not None)
+        self._history = MemoryHistory(self._runtime.device) if memory else None
+        self._snapshot: dict[str, Any] | None = None
         activities = [ProfilerActivity.CPU]
         if self._runtime.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -121,6 +130,8 @@ class Recording:
         if self._runtime.comm is not None:
             self._runtime.comm.trim()
         self._held = _held(self._params, self._optimizers(), self._runtime.store)
+        if self._history is not None:
+            self._history.begin()
         self._profile.start()
         self._runtime.telemetry.recording = True
         self._runtime.store.timings.begin()
@@ -133,12 +144,15 @@ class Recording:
             ZeroGraphError: not exactly one forward and one backward of one compiled frame ran in between.
         """
         self._runtime.telemetry.recording = False
-        timings = self._runtime.store.timings.take()
         self._profile.stop()
-        if failed is not None:
-            return
         events = list(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
         del self._profile  # and with it every event
+        if self._history is not None:  # of a step that ran out of memory, too
+            self._snapshot = self._history.end(list(self._during(events)), self._addresses())
+        if failed is not None:
+            self._runtime.store.timings.forget()
+            return
+        timings = self._runtime.store.timings.take()
         self._frame, ran, updates = self._instructions(events)
         optimizers = self._optimizers()
         self._state_sizes = _state_sizes(self._frame.plan, self._params, optimizers)
@@ -149,8 +163,9 @@ class Recording:
         ran = _without_resident(ran)
         backward = next(r.start for r in ran if r.program.kind == "backward")
         moves = under_way(timings, self._frame.plan, backward)
-        self.measured = _measured(ran, moves, list(self._frame.programs.values()))
-        self.forecast = _forecast(ran, moves, self._memory(events))
+        origin, ran = ran[0].start, _behind_waits(ran, moves)
+        self.measured = _measured(ran, moves, self._frame.plan, list(self._frame.programs.values()))
+        self.forecast = _forecast(ran, moves, self._memory(events), origin)
 
     def predicted(self, machine: Machine) -> ProgramForecast:
         """The forecast of the same programs with this run's seconds in place of the rates of ``machine``."""
@@ -182,20 +197,51 @@ class Recording:
         run = Run(self._frame.plan.digest, self._runtime.device.type, self.forecast, self.measured)
         Path(path).write_text(run.to_json())
 
+    def save_memory(self, path: str | Path) -> None:
+        """Write the snapshot of the device's memory that pytorch.org/memory_viz and ``python -m
+        torch.cuda._memory_viz`` read, also of a step that failed.
+
+        Beside torch's traceback each allocation has the instruction while which it was made, and the parameter,
+        gradient or optimizer state that lies there at the end of the recording.
+
+        Raises:
+            ZeroGraphError: it was not recorded.
+            OSError: ``path`` cannot be written.
+        """
+        if self._snapshot is None:
+            raise ZeroGraphError(
+                "this recording has no snapshot of memory", "record with `backend.record(memory=True)`, to its end"
+            )
+        Path(path).write_bytes(pickle.dumps(self._snapshot, protocol=PROTOCOL))
+
+    def _during(self, events: Sequence[Any]) -> Iterator[During]:
+        """Instructions and updates that ran, in the order of their beginnings."""
+        for start, end, number, kind, index in sorted(_labelled(events)):
+            if kind == "update":
+                yield During(start, end, "optimizer update", kind, 0)
+            else:
+                program = self._frames[number].programs[kind]
+                yield During(start, end, program.name(program.instructions[index]), kind, index)
+
+    def _addresses(self) -> dict[int, str]:
+        """By the address of its memory, each tensor of the training that is on the device."""
+        found = {}
+        for _, what, tensor in _tensors_of(self._params, self._optimizers()):
+            local = local_tensor(tensor)
+            if local.device.type == self._runtime.device.type and local.numel():
+                found[local.data_ptr()] = what
+        return found
+
     def _instructions(self, events: Sequence[Any]) -> tuple[Frame, list[_Ran], list[tuple[int, int]]]:
         """The frame that ran, its instructions, and when optimizers updated its parameters."""
         found: dict[tuple[int, str], list[_Ran]] = {}
         updates = list[tuple[int, int]]()
-        for event in events:
-            start, end = event.start_ns(), event.start_ns() + event.duration_ns()
-            # Of a GPU kineto tells each label twice, once with the time that its kernels took.
-            if (match := LABEL.fullmatch(event.name())) and event.device_type() == DeviceType.CPU:
-                number, kind, index = int(match[1]), match[2], int(match[3])
-                if kind == "update":
-                    updates.append((start, end))
-                    continue
-                program = self._frames[number].programs[kind]
-                found.setdefault((number, kind), []).append(_Ran(program, program.instructions[index], start, end))
+        for start, end, number, kind, index in _labelled(events):
+            if kind == "update":
+                updates.append((start, end))
+                continue
+            program = self._frames[number].programs[kind]
+            found.setdefault((number, kind), []).append(_Ran(program, program.instructions[index], start, end))
         trained = [number for number, kind in found if kind == "backward"]
         ran = sorted((r for runs in found.values() for r in runs), key=lambda r: r.start)
         if len(trained) != 1 or {kind for _, kind in found} != {"forward", "backward"} or len(found) != 2:
@@ -211,7 +257,7 @@ class Recording:
     def _memory(self, events: Sequence[Any]) -> list[tuple[int, int]]:
         """Bytes on the device from each moment on."""
         level, curve = self._held, list[tuple[int, int]]()
-        wanted = DeviceType.CPU if self._runtime.device.type == "cpu" else DeviceType.CUDA
+        wanted = _DEVICE_TYPES.get(self._runtime.device.type, DeviceType.PrivateUse1)
         for event in events:
             if event.name() == "[memory]" and event.device_type() == wanted:
                 level += event.nbytes()
@@ -219,23 +265,49 @@ class Recording:
         return curve
 
 
+_DEVICE_TYPES: Mapping[str, DeviceType] = {"cpu": DeviceType.CPU, "cuda": DeviceType.CUDA}
+"""As the profiler calls devices; accelerators that are no part of torch are "PrivateUse1"."""
+
+
+def _labelled(events: Sequence[Any]) -> Iterator[tuple[int, int, int, str, int]]:
+    """Of each instruction and update among ``events`` when it began and ended, in nanoseconds of the profiler's clock,
+    and what its label says: frame, kind of program and index."""
+    for event in events:
+        # Of a GPU kineto tells each label twice, once with the time that its kernels took.
+        if (match := LABEL.fullmatch(event.name())) and event.device_type() == DeviceType.CPU:
+            start = event.start_ns()
+            yield start, start + event.duration_ns(), int(match[1]), match[2], int(match[3])
+
+
 def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], store: ShardStore) -> int:
     """Bytes of parameters, gradients and optimizer states that are on the device before the step, and of what the store
     keeps there for others, which torch's allocator does not see."""
-    names = {id(param): name for name, param in params.items()}
-    held: list[tuple[str, Tensor]] = [(name, param) for name, param in params.items()]
-    held += [(name, param.grad) for name, param in params.items() if param.grad is not None]
-    for optimizer in optimizers:
-        for param, state in optimizer.state.items():
-            held += [(names.get(id(param), ""), value) for value in _tensors(state)]
     storages = {}
-    for tensor in store.on_device((name, local_tensor(value)) for name, value in held):
+    held = _tensors_of(params, optimizers)
+    for tensor in store.on_device((name, local_tensor(value)) for name, _, value in held):
         storage = tensor.untyped_storage()
         # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()
     # What passes through the host's own memory is not on the device.
     passes = store.slots.bytes + store.fetches.bytes if store.locations.host is None else 0
     return sum(storages.values()) + passes
+
+
+def _tensors_of(
+    params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Parameters, gradients and optimizer states: whose each is, its name for people, and itself."""
+    names = {id(param): name for name, param in params.items()}
+    for name, param in params.items():
+        yield name, f"parameter {name}", param
+        if param.grad is not None:
+            yield name, f"gradient of {name}", param.grad
+    for optimizer in optimizers:
+        for owner, state in optimizer.state.items():
+            name = names.get(id(owner), "")
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield name, f"{key} of {name or 'another parameter'}", value
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -261,7 +333,7 @@ def _state_sizes(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Seq
     return state_sizes
 
 
-def _measured(ran: Sequence[_Ran], moves: Sequence[UnderWay], programs: Sequence[Program]) -> Measured:
+def _measured(ran: Sequence[_Ran], moves: Sequence[UnderWay], plan: Plan, programs: Sequence[Program]) -> Measured:
     segments: dict[str, list[float]] = {}
     gathers: dict[int, list[float]] = {}
     reduces: dict[int, list[float]] = {}
@@ -281,13 +353,13 @@ def _measured(ran: Sequence[_Ran], moves: Sequence[UnderWay], programs: Sequence
         segments={digest: _mean(seconds) for digest, seconds in segments.items()},
         gathers={bucket: _mean(seconds) for bucket, seconds in gathers.items()},
         reduces={bucket: _mean(seconds) for bucket, seconds in reduces.items()},
-        update=_beside(ran, moves),
+        update=_beside(ran, moves if updates_are_modelled(plan) else ()),
         moves=seconds_of(moves, programs),
     )
 
 
 def _beside(ran: Sequence[_Ran], moves: Sequence[UnderWay]) -> float:
-    """Seconds of updates in which nothing passed through slots."""
+    """Seconds of updates in which nothing of ``moves`` moved for them."""
     updates = [(run.start, run.end) for run in ran if isinstance(run.instruction, Update)]
     moving = union(times for move in moves if move.phase == "update" for times in move.times)
     return length(union([*updates, *moving])) - length(moving)
@@ -310,13 +382,26 @@ def _without_resident(ran: Sequence[_Ran]) -> list[_Ran]:
     return moved
 
 
+def _behind_waits(ran: Sequence[_Ran], moves: Sequence[UnderWay]) -> list[_Ran]:
+    """``ran``, where a gather that first waited for an update begins behind that: as a part of the collective's time it
+    would be counted once more."""
+    waits = [times for move in moves if move.what == WAIT for times in move.times]
+
+    def behind(run: _Ran) -> int:
+        own = (end for begin, end in waits if run.start <= (begin + end) // 2 <= run.end)
+        return int(min(max(own, default=run.start), run.end)) if isinstance(run.instruction, Gather) else run.start
+
+    return [replace(run, start=behind(run)) for run in ran] if waits else list(ran)
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _forecast(ran: Sequence[_Ran], moves: Sequence[UnderWay], memory: Sequence[tuple[int, int]]) -> Forecast:
-    """The run as a timeline that starts with its first instruction. A collective has two spans: start and wait."""
-    origin = ran[0].start
+def _forecast(
+    ran: Sequence[_Ran], moves: Sequence[UnderWay], memory: Sequence[tuple[int, int]], origin: int
+) -> Forecast:
+    """The run as a timeline that starts at ``origin``. A collective has two spans: start and wait."""
     timed = [*_spans(ran), *(span for move in moves for span in move.spans())]
     # Of an update that an earlier step began, some may have ended before.
     there = sorted((each for each in timed if each[0][1] > origin), key=lambda each: each[0])
@@ -331,7 +416,8 @@ def _spans(ran: Sequence[_Ran]) -> Iterator[tuple[Interval, Span]]:
     """Each instruction that occupied a stream, without task, start and end."""
     for run in ran:
         instruction, program = run.instruction, run.program
-        if isinstance(instruction, (Free, View, WaitFetch, BeginUpdate)) or _is_timed(instruction):
+        # Timings say when moves were under way: a program only begins them.
+        if isinstance(instruction, (Free, View, WaitFetch, BeginUpdate, Move)):
             continue
         segment = program.segments[instruction.segment] if isinstance(instruction, Compute) else None
         yield (
@@ -349,15 +435,9 @@ def _spans(ran: Sequence[_Ran]) -> Iterator[tuple[Interval, Span]]:
                 operation=instruction.operation,
                 phase=program.kind,
                 bucket=-1 if isinstance(instruction, Computing) else instruction.bucket,
-                what=instruction.what if isinstance(instruction, Move) else "",
                 label="" if segment is not None else program.label(instruction),
             ),
         )
-
-
-def _is_timed(instruction: Instruction) -> bool:
-    """Whether timings say when it was under way, and not its beginning in a program."""
-    return isinstance(instruction, Move) and (is_disk(instruction.source) or is_disk(instruction.target))
 
 
 _WAITS: Mapping[type, Stream] = {WaitGather: "gather", WaitReduce: "reduce"}

@@ -90,6 +90,9 @@ class Machine:
         name: of the preset, or of the host that was measured.
         device: "cuda" or "cpu".
         device_memory: bytes a rank may use on its device. On a CPU this is the host's memory over its ranks.
+        context: of these, bytes that the driver's context takes, with the kernels that torch loads; 0 where
+            ``device_memory`` are those that were free beside it.
+        communicator: of these, bytes that one of NCCL's communicators takes for its buffers; 0 likewise.
         device_bandwidth: bytes per second that element-wise kernels read and write.
         matmul: floating-point operations per second of large matrix products, by dtype. Where there is "tf32" too, it
             is what "float32" products come to once torch may round them so (:meth:`with_precision`).
@@ -140,6 +143,8 @@ class Machine:
     update: Link
     cpu_optimizer: float
     published: Mapping[str, float] = field(default_factory=dict, hash=False)
+    context: int = 0
+    communicator: int = 0
     intra_step: float = 0.0
     inter_step: float = 0.0
     nvme_both: float = 0.0
@@ -228,9 +233,25 @@ class Machine:
         shared = self.nvme_both if both and (is_disk(source) or is_disk(target)) else 0.0
         return replace(link, rate=min(link.rate, shared / 2)) if shared else link
 
+    def outside(self, world_size: int) -> dict[str, int]:
+        """Bytes of a rank's device that torch's allocator cannot have, by what takes them: gathers and reductions have
+        a communicator each."""
+        takes = {"driver's context": self.context, "NCCL's buffers": 2 * self.communicator * (world_size > 1)}
+        return {what: size for what, size in takes.items() if size}
+
     def budget(self, world_size: int, reserve: float = 0.0) -> dict[Tier, int]:
-        """:meth:`capacity` of every tier, without the share ``reserve``."""
-        return {tier: int(self.capacity(tier, world_size) * (1 - reserve)) for tier in TIERS}
+        """:meth:`capacity` of every tier, without the share ``reserve``, of the device at least without what is
+        :meth:`outside` of torch's allocator."""
+        found = {tier: int(self.capacity(tier, world_size) * (1 - reserve)) for tier in TIERS}
+        most = self.device_memory - sum(self.outside(world_size).values())
+        return {**found, "device": max(0, min(found["device"], most))}
+
+    def with_memory(self, device_memory: int | None) -> Machine:
+        """This machine where a rank may use so many bytes of its device for tensors, beside all that is outside of
+        torch's allocator; itself where None are given."""
+        if device_memory is None:
+            return self
+        return replace(self, device_memory=device_memory, context=0, communicator=0)
 
     def to_json(self) -> str:
         """Indented JSON with the format's version."""
@@ -275,6 +296,10 @@ class Machine:
             value = getattr(self, name)
             if not (is_number(value, int) and value >= least):
                 yield f"{name} is {value!r}, not a whole number of at least {least}"
+        for name in ("context", "communicator"):
+            value = getattr(self, name)
+            if not (is_number(value, int) and value >= 0):
+                yield f"{name} is {value!r}, not a number of bytes"
         rates = {"device_bandwidth": self.device_bandwidth, "cpu_optimizer": self.cpu_optimizer}
         for name in ("matmul", "vector"):
             found = getattr(self, name)
@@ -326,11 +351,23 @@ _RING, _STEP, _NODE_STEP = 8.4e-6, 3.4e-6, 1.4e-5
 own model of the protocol for large messages has these ("Simple", src/graph/tuning.cc of NCCL 2.18 to 2.28)."""
 
 
+_CONTEXT = 426 * 2**20
+"""Bytes that a process takes on a GPU before it has a tensor there: torch 2.10 with CUDA 13.0, on an RTX 6000 Ada, with
+kernels loaded as they are needed (unsloth-zoo, pull request 1053). Others report 400 MB (pytorch, issue 109888)."""
+_CHANNEL = 12 * 2**20
+"""Bytes of one channel of a ring. A rank receives into 4 MiB (``NCCL_BUFFSIZE``), 0.5 MiB and 4.7 MiB for the protocols
+Simple, LL and LL128, in allocations of whole 2 MiB, which are 10 MiB, and sends from 2 MiB more: so counted in NCCL's
+log of 8 H100 (nccl, issue 1685). Since NCCL 2.22 other algorithms are connected where they are used, and gathers and
+reductions over shards use rings. NVLink SHARP, where NCCL chooses it, has more buffers, which are not counted."""
+
+
 def _gpu(
     name: str, memory: int, bandwidth: float, tflops_16: float, tflops_32: float, *, link: float, inter: float,
     pcie: float, host: int, ranks: int = 8, nvme: int = 28 * TB, nvme_rate: float = 25 * GB,
     tf32: float | None = None, bf16: bool = True, cpu_bandwidth: float = 150 * GB, reached: float = _REACHED,
+    channels: int = 24,
 ) -> Machine:  # fmt: skip
+    # NCCL's logs of 8 A100 or H100 behind NVSwitch have 24 channels, those of a DGX-2 12.
     # V100 has no units for bfloat16, which then runs at the rate of float32.
     published = {"float32": tflops_32, "bfloat16": tflops_16 if bf16 else tflops_32, "float16": tflops_16}
     published = {dtype: 1e12 * rate for dtype, rate in (published | ({"tf32": tf32} if tf32 else {})).items()}
@@ -356,6 +393,8 @@ def _gpu(
         update=Link(0.8 * bandwidth * _FOREACH, _PER_DTENSOR),
         cpu_optimizer=cpu_bandwidth,
         published=published,
+        context=_CONTEXT,
+        communicator=channels * _CHANNEL,
         notes="from published figures, times the share that training reaches",
     )
 
@@ -366,7 +405,7 @@ PRESETS: Mapping[str, Machine] = {
         # 16 GPUs behind NVSwitch, PCIe 3.0; ZeRO-Infinity's machine: 1.5 TB host, 28 TB NVMe at 25 GB/s read.
         _gpu(
             "v100-32gb-dgx2", 32 * GIB, 900 * GB, 125, 15.7, link=120 * GB, inter=40 * GB,
-            pcie=12.8 * GB, host=int(1.5 * TB), ranks=16, bf16=False, cpu_bandwidth=100 * GB,
+            pcie=12.8 * GB, host=int(1.5 * TB), ranks=16, bf16=False, cpu_bandwidth=100 * GB, channels=12,
         ),
         _gpu(
             "a100-40gb", 40 * GIB, 1555 * GB, 312, 19.5, link=230 * GB, inter=160 * GB,
@@ -425,8 +464,7 @@ def machine_named(name: str, device_memory: int | None = None) -> Machine:
         raise ConfigError(
             f"no machine {name!r}, and no file of that name", f"{meant}, or a file from `zerograph bench`"
         )
-    machine = PRESETS[name]
-    return machine if device_memory is None else replace(machine, device_memory=device_memory)
+    return PRESETS[name].with_memory(device_memory)
 
 
 def machine_from(name: str, device_memory: int | None = None) -> Machine:
@@ -444,7 +482,7 @@ def machine_from(name: str, device_memory: int | None = None) -> Machine:
         raise ConfigError(f"cannot read the machine {path}: {error.strerror}", _MADE) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {str(error).partition(chr(10))[0]}", error.hint) from None
-    return machine if device_memory is None else replace(machine, device_memory=device_memory)
+    return machine.with_memory(device_memory)
 
 
 def preset_for(device: str, name: str = "") -> Machine:

@@ -6,7 +6,7 @@ start of the step, sizes bytes of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,11 @@ NOT_COUNTED = (
 """The memory and time that no forecast counts."""
 
 
+WAIT = "wait"
+""":attr:`Span.what` of a measured span in which a stream does nothing: a forward waits for an update before it gathers
+what that changes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One task on one stream.
@@ -39,7 +44,7 @@ class Span:
         flops: operations of the matrix products in it.
         operation, phase: what it does, and in which kind of program.
         bucket, tile: that it is about; -1 and 0 where it is about none.
-        what: it moves between tiers: "shard", "gradient", "states", "parameters" or "activations".
+        what: it moves between tiers: "shard", "gradient", "states", "parameters" or "activations"; or :data:`WAIT`.
         label: whose that is, or who is updated: a bucket, a tile of it, a layer or an activation.
         token_tiles: into how many tiles of tokens the plan divides work where it computes: of a program it is one of
             them, of a schedule it stands for all.
@@ -101,7 +106,7 @@ class Forecast:
     def busy(self) -> dict[Stream, float]:
         """Seconds per stream in which it works."""
         total: dict[Stream, float] = {}
-        for span in self.spans:
+        for span in self._at_work():
             total[span.stream] = total.get(span.stream, 0.0) + span.end - span.start
         return total
 
@@ -109,9 +114,12 @@ class Forecast:
     def exposed_communication(self) -> float:
         """Seconds in which collectives run and nothing computes."""
         # Copies and updates count as work: while they run, the step does not wait for the network alone.
-        working = union((s.start, s.end) for s in self.spans if s.stream not in COMMUNICATION)
-        talking = union((s.start, s.end) for s in self.spans if s.stream in COMMUNICATION)
+        working = union((s.start, s.end) for s in self._at_work() if s.stream not in COMMUNICATION)
+        talking = union((s.start, s.end) for s in self._at_work() if s.stream in COMMUNICATION)
         return sum(end - start for start, end in talking) - _overlap(talking, working)
+
+    def _at_work(self) -> Iterator[Span]:
+        return (span for span in self.spans if span.what != WAIT)
 
 
 Interval = tuple[float, float]

@@ -51,12 +51,6 @@ def behind_generator(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any
     return target, args
 
 
-def changes_inputs(target: Any) -> bool:
-    """Whether the operator ``target`` writes into its arguments, as its schema says, which is private.
-    Seen in 2.11, 2.13."""
-    return isinstance(target, OpOverload) and target._schema.is_mutable
-
-
 _FUNCTIONAL = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
 

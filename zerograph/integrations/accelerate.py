@@ -246,7 +246,8 @@ def _require_parallel(model: nn.Module, accelerator: accelerate.Accelerator) -> 
             model,
             accelerator.torch_device_mesh["tp"],
             f"parallelism_config with tp_size={config.tp_size}",
-            'before prepare(): parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)',
+            "before prepare(): zerograph.integrations.tensor_parallel.tensor_parallel(model, mesh) of a model of "
+            'transformers, or parallelize_module(model, mesh, plan), with mesh = accelerator.torch_device_mesh["tp"]',
         )
 
 

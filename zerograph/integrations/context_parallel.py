@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from zerograph.core.arguments import require, require_kind
 from zerograph.core.errors import UnsupportedError
-from zerograph.integrations.torch_private import all_to_all
+from zerograph.integrations.torch_private import all_to_all, assert_on_all_ranks
 
 Attention = Callable[..., Tensor]
 _BY_POSITION = ("sliding_window", "position_bias", "softcap", "s_aux")
@@ -64,7 +64,8 @@ def ulysses_attention(group: dist.ProcessGroup) -> str:
     """Make :func:`ulysses` known to transformers; returns the name for ``attn_implementation=``.
 
     A model of it gets this rank's ``input_ids``, with ``position_ids`` of where they are in the sequence and
-    ``shift_labels``, the tokens behind each: a rank does not have that behind its last one.
+    ``shift_labels``, the tokens behind each: a rank does not have that behind its last one. Other positions are a
+    ``RuntimeError`` on all ranks of the sequence.
 
     Args:
         group: the ranks that share a sequence.
@@ -91,6 +92,9 @@ def ulysses_attention(group: dist.ProcessGroup) -> str:
                 f"{type(module).__name__} has {', '.join(kept)}, which Ulysses does not pass on",
                 "context parallel takes models whose attention sees all tokens before, such as Llama's",
             )
+        positions = options.get("position_ids")
+        if positions is not None and getattr(module, "layer_idx", 0) == 0:  # the same in all layers
+            _check_positions(positions, group)
         if key.shape[1] % group.size():
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         found = ulysses(
@@ -131,3 +135,16 @@ def ulysses_attention(group: dist.ProcessGroup) -> str:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     return name
+
+
+def _check_positions(positions: Tensor, group: dist.ProcessGroup) -> None:
+    """Without ``position_ids`` each rank's tokens would be the first ones, and packed documents would attend to each
+    other."""
+    tokens = positions.shape[-1]
+    here = torch.arange(group.rank() * tokens, (group.rank() + 1) * tokens, device=positions.device)
+    assert_on_all_ranks(
+        (positions == here).all(),
+        group,
+        "position_ids are not those of this rank's tokens in a sequence of one document: of n tokens on each rank, "
+        "rank r of a sequence has those from r * n to (r + 1) * n - 1",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, *, scattered: int, gathered: int) -> Tensor:
@@ -19,3 +19,10 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, *, scattered: int, gathered:
     each = [sent.shape[1]] * ranks
     received = all_to_all_single_autograd(sent.flatten(0, 1), each, each, group)
     return torch.cat(received.view(sent.shape).unbind(0), dim=gathered)
+
+
+def assert_on_all_ranks(holds: Tensor, group: dist.ProcessGroup, message: str) -> None:
+    """Raise a ``RuntimeError`` on every rank of ``group`` if ``holds`` is false on one: alone that one would let the
+    others wait for it. A part of graphs, where no public name asserts what a tensor says. Seen in 2.13."""
+    failed = all_reduce(holds.logical_not().int(), "max", group)
+    torch._assert_async(failed == 0, message)

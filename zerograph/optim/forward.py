@@ -126,8 +126,10 @@ class ForwardSteps(StepsOf):
 
     @torch.inference_mode(False)  # an evaluation settles, and copies serve training afterwards
     @torch.no_grad()
-    def wait_for(self, gathers: Iterable[int]) -> None:
-        """Return when the updates of what ``gathers``, by their numbers, bring have ended; raises as :meth:`settle`."""
+    def wait_for(self, gathers: Iterable[int]) -> bool:
+        """Return when the updates of what ``gathers``, by their numbers, bring have ended, and whether nobody has
+        waited for one of them before; raises as :meth:`settle`."""
+        before = len(self._under_way)
         keeps = self._optimizer()  # which the updates under way refer to, and nobody else perhaps
         try:
             for number in gathers:
@@ -141,6 +143,7 @@ class ForwardSteps(StepsOf):
             raise
         if not self._under_way and keeps is not None:
             self._end()
+        return len(self._under_way) < before
 
     def _end(self) -> None:
         self.changing = []

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 import zerograph._core as _core
 from zerograph.core.errors import StorageError
+from zerograph.core.machine import Way
 from zerograph.core.slots import SLOTS
 from zerograph.optim.parts import Member, Part, address, flat
 from zerograph.optim.ring import through_slots
@@ -325,7 +326,10 @@ class Stream:
         at = begin + first - chunk.begin
         pair = flat[first : first + size], chunk.view(kind).view(kind.dtype)[at : at + size]
         source, target = pair if here else pair[::-1]
-        chunk.copies.append(self._store.locations.hosted.memory.start([(source, target)]))
+        # In the words of the update's instructions: gradients that stayed on the device, and what is gathered there.
+        way: Way = "d2h" if here else "h2d"
+        purpose = chunk.block.purpose("gradient" if here else "parameters", self._update)
+        chunk.copies.append(self._store.locations.hosted.memory.start(way, [(source, target)], purpose=purpose))
 
     def _start(self, transfer: Callable[..., Ticket], chunk: _StoredChunk) -> None:
         kinds = [(kind, kind.extent) for kind in chunk.kinds if not chunk.is_ahead]

@@ -27,6 +27,7 @@ from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.offload.host import Transfer
 from zerograph.runtime.offload.shards import ShardStore
+from zerograph.runtime.timings import Purpose, TimedUpdate
 
 _ALIGNED = 256
 """Bytes: what is in a slot begins at multiples, where vector loads are aligned."""
@@ -88,6 +89,7 @@ class ThroughDevice:
         self._owner, self._store, self.parts = weakref.ref(owner), store, list(parts)
         self._memory, self._update_there = store.locations.hosted.memory, update_there
         self._is_simulated = self._memory.device.type == "cpu"
+        self._timed = TimedUpdate(0)
         self._cuts = [(index, pieces) for index, part in enumerate(self.parts) for pieces in _cut(part, most)]
 
     def run(
@@ -108,6 +110,7 @@ class ThroughDevice:
             return _Told()
 
         chunks: list[_CopiedChunk] = []
+        self._timed = self._store.timings.update()
         self._cut_slots(chunks)
         follow = [
             [
@@ -126,6 +129,7 @@ class ThroughDevice:
             )
             for chunk in chunks[-SLOTS:]:  # those before went back earlier in the same stream
                 chunk.arrive()
+            self._timed.ended = True
         except BaseException as error:
             owner = self._owner()
             assert owner is not None  # its step runs
@@ -172,6 +176,9 @@ class ThroughDevice:
         fresh = [part.fresh[p.member] for p in chunk.pieces] if part.fresh else []
         return rule, chunk.tensors, at, TAGS[part.grad_dtype], fresh
 
+    def _purpose(self, member: Member) -> Purpose:
+        return Purpose("states", member.through_device, self._timed)
+
     def _copy_up(self, chunk: _CopiedChunk, grads: Gradients) -> None:
         part = self.parts[chunk.part]
         for piece in chunk.pieces:
@@ -179,7 +186,8 @@ class ThroughDevice:
             for at, tensor in zip(piece.at, (member.target, *member.states, grad), strict=False):
                 if grad is not None and tensor is not None:
                     there, here = _pair(tensor, chunk.slot, piece, at)
-                    chunk.under_way.append(self._memory.start([(there, here)]))
+                    own = self._purpose(member)
+                    chunk.under_way.append(self._memory.start("h2d", [(there, here)], purpose=own))
 
     def _copy_down(self, chunk: _CopiedChunk, grads: Gradients, follow: Sequence[Tensor | None]) -> None:
         part = self.parts[chunk.part]
@@ -195,7 +203,8 @@ class ThroughDevice:
                 pairs.append(_pair(member.local, chunk.slot, piece, piece.at[-1]))
             if copy is not None:  # which is gathered: of the parameter, the last of a master's and else the first
                 pairs.append((copy[piece.first : piece.first + piece.size], pairs[-1 if part.mastered else 0][1]))
-            chunk.under_way.append(self._memory.start([(here, there) for there, here in pairs]))
+            back = [(here, there) for there, here in pairs]
+            chunk.under_way.append(self._memory.start("d2h", back, purpose=self._purpose(member)))
 
 
 def _in_slot(slot: Tensor, piece: _CopiedPiece, at: int, dtype: torch.dtype) -> Tensor:

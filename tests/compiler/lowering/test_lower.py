@@ -184,3 +184,27 @@ def test_inductor_runs_the_same_program() -> None:
         assert model(torch.randn(2, 4, 8)).shape == (2, 4, 8)
         assert model(torch.randn(2, 5, 8)).shape == (2, 5, 8)
     assert backend.report().runs == {"inference": 2}
+
+
+class Asserting(nn.Module):
+    """An assertion that nothing reads, before the first weight, and one inside of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Stack(*(Layer(8) for _ in range(2)))
+
+    def forward(self, x: Tensor, limit: Tensor) -> Tensor:
+        torch._assert_async((limit > 0).all(), "no limit")
+        x = self.layers(x)
+        torch._assert_async((x.detach().abs() < limit).all(), "above the limit")
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["auto", "full"])
+def test_what_a_model_asserts_is_checked(recompute: str) -> None:
+    model = Asserting()
+    model.compile(backend=zerograph.backend(stage=3, compute="eager", bucket_size=512, recompute=recompute))
+    model(torch.ones(2, 8), torch.tensor(1e3)).sum().backward()
+    for limit, message in ((0.0, "no limit"), (1e-3, "above the limit")):
+        with pytest.raises(RuntimeError, match=message):
+            model(torch.ones(2, 8), torch.tensor(limit))

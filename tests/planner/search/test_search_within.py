@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ class Layers(nn.Module):
 
 def planned(memory: int, **options: Any) -> PlanFile:
     gpu = machine_named("h100-80gb")
-    machine = replace(gpu, device_memory=memory)
+    machine = gpu.with_memory(memory)
     asked = {"stage": 3, "offload": "parameters", "tier": "nvme", **options}
     return plan_file("layers", lambda: (Layers(), (torch.zeros(SAMPLES, TOKENS, WIDTH),)), machine, world=2, **asked)
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
 from zerograph.core.slots import LEAVING, SLOTS
-from zerograph.runtime.offload.host import Pairs, Transfer
+from zerograph.runtime.offload.host import Transfer
 from zerograph.runtime.offload.nvme import Arena
 from zerograph.runtime.offload.saved import SavedActivations
 from zerograph.runtime.testing.simulated_host import SimulatedHost
@@ -229,9 +230,9 @@ def test_whoever_does_not_wait_for_the_host_reads_not_a_number(
     assert isinstance(host, SimulatedHost)
     started = host.start
 
-    def late(pairs: Pairs, arrived: Callable[[], None]) -> Transfer:
+    def late(*args: Any, **options: Any) -> Transfer:
         host.after_copies(lambda: goes.wait() and None)
-        return started(pairs, arrived)
+        return started(*args, **options)
 
     monkeypatch.setattr(host, "start", late)
     returning = behind.fetch(offloaded, "host")

@@ -13,7 +13,7 @@ from zerograph.cli.view.groups import peak_moments
 from zerograph.cli.view.moment import START, Moment, by_kind
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
-from zerograph.core.machine import TIERS, Tier
+from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.timeline import STREAMS, Forecast, Peak, Span
 from zerograph.core.units import format_bytes, format_ranks, format_seconds
 
@@ -41,6 +41,7 @@ def as_data(file: PlanFile, beside: Beside | None) -> dict[str, Any]:
         "model_flops_utilization": file.model_flops_utilization,
         "peak_flops": file.peak_flops,
         "budget": dict(file.budget),
+        "outside": file.machine.outside(plan.ranks),
         "critical_path": list(forecast.critical_path),
         "reasons": [asdict(reason) for reason in file.reasons],
         "not_counted": list(forecast.not_counted),
@@ -137,12 +138,20 @@ def memory(file: PlanFile, measured: Forecast | None, width: int, *, unicode: bo
         over = peak.bytes > budget
         rows.append([tier, (line, "red" if over else "cyan"), (_used(peak.bytes, budget), "bold red" if over else "")])
         rows += [["", text, ""] for text in (_where(file, tier, peak), *_largest(moments[tier], tier))]
+        if tier == "device" and (beside := outside(file.machine, file.plan.ranks)):
+            rows.append(["", beside, ""])
         if measured is not None and tier in measured.peaks:
             line = sparkline(measured.memory.get(tier, ()), measured.seconds, width, blocks)
             actual = measured.peaks[tier].bytes
             shown = f"{format_bytes(actual)} measured{_ratio(peak.bytes, actual)}"
             rows.append(["", (line, "magenta"), shown])
     return rows
+
+
+def outside(machine: Machine, world_size: int) -> str:
+    """The parts of a rank's device that no budget has; empty where there are none."""
+    parts = [f"{what} {format_bytes(size)}" for what, size in machine.outside(world_size).items()]
+    return f"outside of torch's allocator: {', '.join(parts)}" if parts else ""
 
 
 def streams(file: PlanFile, measured: Forecast | None, *, unicode: bool) -> list[Sequence[Cell]]:

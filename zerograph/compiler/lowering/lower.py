@@ -57,7 +57,7 @@ from zerograph.graph.nodes import (
     is_size,  # arithmetic that every segment which needs it repeats
     output_of,
 )
-from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
+from zerograph.graph.torch_private import LOOKUP_SEED
 from zerograph.planner.programs.host_parts import with_host_parts
 from zerograph.sim.check import require_programs
 
@@ -340,8 +340,8 @@ class _Lowering:
         if not inside:
             return
         outs = [n for n in nodes if n in inside and _leaves(n, inside)]
-        # Nothing reads it, and it writes to nothing that outlives it.
-        if not outs and not any(_mutates(n) for n in inside):
+        # Nothing reads it, it writes to nothing that outlives it, and asserts nothing.
+        if not outs and not any(n.is_impure(impure_random=False) for n in inside):
             return
         computing = [n for n in nodes if n in inside]
         body = body_of(self.gm, computing, outs, self.symbols)
@@ -473,10 +473,6 @@ def _results(node: fx.Node) -> dict[int, fx.Node]:
 
 def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
     return any(user not in inside for user in node.users)
-
-
-def _mutates(node: fx.Node) -> bool:
-    return changes_inputs(node.target)
 
 
 def _symbol_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:

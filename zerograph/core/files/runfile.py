@@ -33,7 +33,7 @@ class Measured:
     Attributes:
         segments: by digest.
         gathers, reduces: by bucket.
-        moves: by :func:`move_key`, to and from NVMe, and of updates of what comes from there.
+        moves: by :func:`move_key`, between tiers, and of updates on the host of what moves for them.
         update: of all other updates.
     """
 

@@ -58,8 +58,7 @@ def forecast_programs(
     states = (*between_steps(plan, state_sizes, rates.staging), *(gradients_left(plan) if adds else ()))
     step, last = tuple(programs), programs[-1]
     if last.kind == "backward":
-        # Of states in memory a recording has one number for all that an update does.
-        modelled = measured is None or any(is_disk(bucket.placement.optimizer) for bucket in plan.buckets)
+        modelled = measured is None or updates_are_modelled(plan)
         inside: tuple[int, ...] = ()
         if modelled and plan.overlap == "backward":
             last, inside = with_updates_inside(last, plan, state_sizes, rates)
@@ -70,6 +69,12 @@ def forecast_programs(
         process_growth(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None
     )
     return ProgramForecast(step, forecast, holdings, grows)
+
+
+def updates_are_modelled(plan: Plan) -> bool:
+    """Whether a recording has seconds of all that an update does, bucket by bucket: of states on a disk. Of states in
+    memory it has one number."""
+    return any(is_disk(bucket.placement.optimizer) for bucket in plan.buckets)
 
 
 def forecast_plan(
