@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import zerograph
 from zerograph.core.errors import UnsupportedError
@@ -49,6 +51,14 @@ def with_buffer(values: Tensor) -> nn.Module:
     return model
 
 
+def sharing(parts: Callable[[Tensor], tuple[Tensor, ...]]) -> nn.Module:
+    """Two layers whose weights are parts of one tensor."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer, part in zip(model, parts(torch.randn(8, 8)), strict=True):
+        layer.weight = nn.Parameter(part)
+    return model
+
+
 def made(which: str) -> nn.Module:
     torch.manual_seed(0)
     makers = {
@@ -56,6 +66,8 @@ def made(which: str) -> nn.Module:
         "coo": lambda: with_buffer(torch.eye(4).to_sparse()),
         "csr": lambda: with_buffer(torch.eye(4).to_sparse_csr()),
         "quantized": lambda: with_buffer(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)),
+        "tied by data": lambda: sharing(lambda whole: (whole[:4, :4], whole[:4, :4].detach())),
+        "overlapping": lambda: sharing(lambda whole: (whole[:4, :4], whole[3:7, 2:6])),
         "scripted": lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))),
     }
     return makers[which]()
@@ -78,6 +90,8 @@ def _refused(which: str) -> str:
         ("coo", "buffer 0.table is torch.sparse_coo"),
         ("csr", "buffer 0.table is torch.sparse_csr"),
         ("quantized", "buffer 0.table is quantized"),
+        ("tied by data", "0.weight and 1.weight are two tensors that share memory"),
+        ("overlapping", "0.weight and 1.weight are two tensors that share memory"),
         ("scripted", "RecursiveScriptModule 1 is a ScriptModule"),
     ],
 )
@@ -98,3 +112,15 @@ def _taken() -> None:
 
 def test_classes_that_take_arguments_and_expanded_buffers_work() -> None:
     run(2, _taken)
+
+
+def _parts() -> None:
+    columns = sharing(lambda whole: (whole[:, :4], whole[:, 4:]))
+    frozen = sharing(lambda whole: (whole[:4, :4], whole[:4, :4])).requires_grad_(False)
+    for model in (columns, frozen):
+        zerograph.shard(model, zerograph.backend(stage=3))
+        assert isinstance(model[1].weight, DTensor)
+
+
+def test_parts_of_one_tensor_without_a_common_element_and_frozen_ones_are_sharded() -> None:
+    run(2, _parts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerograph.core.errors import UnsupportedError
 
@@ -25,6 +27,7 @@ def refuse_modules(roots: Sequence[nn.Module], several_ranks: bool) -> None:
             for attribute, buffer in module._buffers.items():
                 if buffer is not None and several_ranks:
                     _refuse_buffer(buffer, f"{name}.{attribute}".lstrip("."))
+        _refuse_shared_memory(root)
 
 
 def _refuse_scripted(module: nn.Module, which: str) -> None:
@@ -53,3 +56,38 @@ def _refuse_buffer(buffer: Tensor, name: str) -> None:
             f"buffer {name} is {kind}, which cannot be sent to the other ranks, who start from rank 0's buffers",
             "make it dense, or keep it as a plain attribute (self.matrix = tensor), which each rank makes for itself",
         )
+
+
+def _refuse_shared_memory(root: nn.Module) -> None:
+    """Shards have memory of their own: an update of one of two parameters would no longer reach the other."""
+    together = defaultdict[tuple[int, torch.dtype], list[tuple[str, Tensor]]](list)
+    for name, held in (*root.named_parameters(), *root.named_buffers()):
+        if held.layout == torch.strided and held.numel() and not is_traceable_wrapper_subclass(held):
+            together[held.untyped_storage()._cdata, held.dtype].append((name, held))
+    for in_one_storage in together.values():
+        before: list[tuple[str, Tensor]] = []
+        for name, held in sorted(in_one_storage, key=lambda each: each[1].storage_offset()):
+            before = [each for each in before if _end(each[1]) > held.storage_offset()]
+            for other, tensor in before:
+                if (tensor.requires_grad or held.requires_grad) and _overlap(tensor, held):
+                    raise UnsupportedError(
+                        f"{other} and {name} are two tensors that share memory: an update of one changes the other, "
+                        "which shards, with memory of their own, would not",
+                        "tie them by assigning one parameter (head.weight = embed.weight, not .data), or copy one",
+                    )
+            before.append((name, held))
+
+
+def _overlap(tensor: Tensor, later: Tensor) -> bool:
+    """Whether an element of their storage belongs to both; ``later`` begins no earlier."""
+    begin = tensor.storage_offset()
+    # Marked one by one: columns of one matrix lie between each other without an element in common.
+    marks = torch.zeros(max(_end(tensor), _end(later)) - begin, dtype=torch.bool, device="cpu")
+    marks.as_strided(tensor.shape, tensor.stride(), 0).fill_(True)
+    return bool(marks.as_strided(later.shape, later.stride(), later.storage_offset() - begin).any())
+
+
+def _end(tensor: Tensor) -> int:
+    """The place in its storage behind the last element of ``tensor``, in elements."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.storage_offset() + reach + 1
