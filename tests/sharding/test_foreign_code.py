@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,25 @@ def _synchronized_by_hand() -> None:
     rows = model.weight.to_local().detach()
     dist.all_reduce(rows)  # as the hint says
     assert rows.shape == (3, 4)
+
+
+def _in_anomaly_mode(factor: float) -> str:
+    """Multiplies weights, those of rank 1 by ``factor``: the gradient has its value in rows of that rank alone."""
+    weight = _sharded().weight
+    rows = torch.full((3, 4), factor if dist.get_rank() else 1.0)
+    factors = DTensor.from_local(rows, weight.device_mesh, weight.placements, run_check=False)
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            (weight * factors).to_local().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_in_anomaly_mode_each_rank_looks_at_its_rows_of_a_gradient() -> None:
+    assert run(2, _in_anomaly_mode, 2.0) == ["", ""]
+    first, second = run(2, _in_anomaly_mode, math.nan)
+    assert first == "" and "'MulBackward0' returned nan values" in second
 
 
 def _wrapped_late() -> None:

@@ -1,4 +1,5 @@
-"""Other code that takes sharded parameters for plain tensors: our errors, with the line to write, before torch's."""
+"""Other code that takes sharded parameters for plain tensors: answers, or our errors, with the line to write, before
+torch's."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ from zerograph.sharding.torch_private import before, handle_op
 
 
 def explain_shards() -> None:
-    """From now on have errors of ours where other code meets shards. Idempotent; for the whole process."""
+    """From now on have answers and errors of ours where other code meets shards. Idempotent; for the whole process."""
     c10d = torch.ops.c10d
     for op in (c10d.broadcast_, c10d.allreduce_, c10d.allreduce_coalesced_, c10d.reduce_):
         handle_op(op.default, _refuse_collective)
+    handle_op(torch.ops.aten._is_any_true.default, _any_of_own_rows)
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
         before(wrapper, "__init__", _refuse_wrapper)
     before(safetensors.torch, "_find_shared_tensors", _refuse_in_file)
@@ -38,6 +40,12 @@ def _refuse_collective(op: Any, *_: Any) -> None:
         "leave out what synchronizes ranks: ZeroGraph starts all from rank 0's values and averages gradients; "
         "param.to_local() is this rank's part",
     )
+
+
+def _any_of_own_rows(op: Any, args: tuple[DTensor], _: dict[str, Any]) -> Tensor:
+    """Autograd's anomaly mode asks it of each gradient, of which DTensor has no rule. This rank looks at its rows, and
+    raises if one is not a number; no other rank is asked, as each may be at another gradient."""
+    return op(args[0].to_local())
 
 
 def _refuse_wrapper(wrapper: nn.Module, module: nn.Module, *_: Any, **__: Any) -> None:
