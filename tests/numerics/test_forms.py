@@ -118,6 +118,12 @@ def _layer_by_layer(module: nn.Module) -> Step:
     return _plain(module)
 
 
+def _a_part_has_another_backend(module: nn.Module) -> Step:
+    """Dynamo compiles the part with the model around it, and its own backend sees nothing."""
+    module.up.compile(backend=zerograph.backend(**OPTIONS))
+    return _module_compile(module)
+
+
 def _training_step_with_backward(module: nn.Module) -> Step:
     """Backward inside of the compiled function; Dynamo breaks the graph there."""
     backend = zerograph.backend(**OPTIONS)
@@ -134,7 +140,7 @@ def _training_step_with_backward(module: nn.Module) -> Step:
 FORMS = [
     _torch_compile, _module_compile, _by_name, _by_name_method, _fullgraph, _dynamic, _compiled_function,
     _compiled_function_of_the_model, _compiled_method, _compiled_forward, _sharded_first, _sharded_and_never_compiled,
-    _layer_by_layer, _training_step_with_backward,
+    _layer_by_layer, _a_part_has_another_backend, _training_step_with_backward,
 ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from zerograph.sharding import adopt
 from zerograph.sharding.forward import has_opened
 from zerograph.sharding.gathered import is_open
 from zerograph.sharding.host_parameters import outward_tier, placements_in
-from zerograph.sharding.model_copies import await_updates, take_over
+from zerograph.sharding.model_copies import await_updates, sharded_parameters, take_over
 from zerograph.sharding.optimizer_states import early_states
 from zerograph.sharding.parametrization import leave, other_names, shard_parameters
 from zerograph.sharding.ranks import Ranks, will_be_alone
@@ -213,12 +213,14 @@ class Adoption:
         self.known.update(id(p) for p in new.values())
 
     def skipped(self, backend: object) -> list[nn.Parameter]:
-        """Parameters of models given to ``backend`` that nothing has sharded."""
+        """Parameters of models given to ``backend`` that nothing has sharded, not even the backend of a module
+        around them, which Dynamo compiles them with."""
         if will_be_alone(self._config):
             return []
         given = adopt.modules_given_to(backend)
         adopt.refuse_flattened(m for m in given if self.known.isdisjoint(map(id, m.parameters())))
-        return [p for m in given for p in m.parameters() if id(p) not in self.known]
+        sharded = self.known.union(map(id, sharded_parameters(given)))
+        return [p for m in given for p in m.parameters() if id(p) not in sharded]
 
     def _refuse_first_call(self) -> None:
         """Dynamo would keep the plain code for calls outside; on one rank that is all there is."""

@@ -45,6 +45,11 @@ def take_over(
     return {spec.name: param for spec, param in taken.values()}
 
 
+def sharded_parameters(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """What is sharded of ``roots``, by whichever backend."""
+    return [param for _, _, param in _specs_of(roots)]
+
+
 def _specs_of(roots: Sequence[nn.Module]) -> Iterator[tuple[dict[str, ShardSpec], str, nn.Parameter]]:
     for module in dict.fromkeys(m for root in roots for m in root.modules()):
         specs = module.__dict__.get("_zg_specs", {})
