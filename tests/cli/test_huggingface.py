@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,15 @@ def run(*arguments: str | Path) -> Result:
 def config(tmp_path: Path) -> Path:
     pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
     return written(tmp_path / "config.json", LLAMA)
+
+
+def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
+    sizes = {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "n_groups": 1, "num_hidden_layers": 1, "vocab_size": 64}
+    transformers.Mamba2Config(**sizes, time_step_limit=(0.0, math.inf)).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    result = run("estimate", tmp_path / "config.json", "--world", "8")
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -53,7 +53,7 @@ def _made(path: Path, transformers: ModuleType, config: Any, batch: int, seq: in
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(), object_hook=_number)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", "paths are relative to the current folder") from None
     except (ValueError, RecursionError) as error:
@@ -65,6 +65,12 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise ConfigError(f"{path} says no model_type", NO_MODEL)
     return data
+
+
+def _number(data: dict[str, Any]) -> Any:
+    """The value of an object of JSON: transformers writes infinity, a limit in configs of Mamba 2, as an object."""
+    named = data.get("__float__") if len(data) == 1 else None
+    return float(named) if named in ("Infinity", "-Infinity", "NaN") else data
 
 
 def _transformers(path: Path) -> ModuleType:
