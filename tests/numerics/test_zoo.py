@@ -444,12 +444,35 @@ def double_tied_names() -> Case:
     return Case(Model(), normal(6))
 
 
+def swapped_in() -> Case:
+    """Computed tensors in the places of parameters: a vector's gradient and a scalar's go on to what made them."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(6, 6), nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x)) * self.scale
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.makes, self.of = Scaled(), nn.Linear(4, 7), nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.makes(self.of)
+            return torch.func.functional_call(self.main, {"linear.bias": made[:6], "scale": made[6]}, (x,))
+
+    return Case(Model(), normal(6))
+
+
 CASES = [
     tied_across_break, graph_breaks, frozen, lora, used_twice_and_never, uneven, containers,
     attention, decoder, channels_last, transposed_parameter, mixed_dtypes, weight_norm, spectral_norm, shared_module,
     root_parameters, returned_parameters, regularizer_outside, padding_idx, embedding_bag, counting_buffers,
     twice_before_backward, unused_output, gradient_of_input, matmul_of_two_parameters,
-    double_tied_names,
+    double_tied_names, swapped_in,
 ]  # fmt: skip
 
 
@@ -460,7 +483,8 @@ FEW = (1, 3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_trains_like_plain_pytorch(case: Callable[[], Case]) -> None:
     """At stage 3, which does all that the others do; that they agree to the bit is seen on a few."""
-    check(run(2, stages, case, {uneven: ALL, tied_across_break: ALL, lora: FEW}.get(case, (3,)), {})[1])
+    more = {uneven: ALL, tied_across_break: ALL, lora: FEW, swapped_in: (0, 3)}
+    check(run(2, stages, case, more.get(case, (3,)), {})[1])
 
 
 def test_rows_that_do_not_divide_on_four_ranks() -> None:

@@ -244,7 +244,7 @@ def unshard(param: Tensor, spec: ShardSpec) -> Tensor:
     """The full tensor of ``param``, in ``spec.dtype``; its gradient arrives averaged over ranks."""
     if isinstance(param, DTensor):
         return _unsharded(param.to_local(), param.shape, spec)
-    if spec.sharded and spec.group:
+    if (spec.sharded and spec.group) or not isinstance(param, nn.Parameter):
         return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
     return UNSHARD(param, list(param.shape), *spec[:-1])
 

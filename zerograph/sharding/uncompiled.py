@@ -36,7 +36,7 @@ def read_uncompiled(
             "call zerograph.materialize(model) first; an init function may touch a module's own parameters only",
         )
     delayed.read_eagerly(param)
-    if spec.sharded and spec.group and not isinstance(param, DTensor):
+    if not isinstance(param, DTensor if spec.sharded and spec.group else nn.Parameter):
         return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
     if parallel is not None and isinstance(param, DTensor) and param.device_mesh.ndim == parallel.mesh.ndim:
         return param
