@@ -90,4 +90,4 @@ def _overlap(tensor: Tensor, later: Tensor) -> bool:
 def _end(tensor: Tensor) -> int:
     """The place in its storage behind the last element of ``tensor``, in elements."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() + reach + 1
+    return int(tensor.storage_offset()) + reach + 1
