@@ -72,8 +72,10 @@ class MemoryHistory:
             during: instructions, in the order of their beginnings.
             held: the tensors that are there now, by the addresses of their memory.
         """
-        snapshot: dict[str, Any] = self._memory._snapshot()
-        self.stop()
+        try:
+            snapshot: dict[str, Any] = self._memory._snapshot()
+        finally:
+            self.stop()
         return with_names(snapshot, self._device.index or 0, during, held)
 
     def stop(self) -> None:

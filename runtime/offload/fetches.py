@@ -76,6 +76,8 @@ class Fetches:
             update.settle()
 
     def _wait_for_updates(self, params: Sequence[Param]) -> None:
+        if not self.following:
+            return
         begin, numbers = time.time_ns(), {self._order[p.name] for p in params if p.name in self._order}
         waited = [update.wait_for(numbers) for update in list(self.following)]
         if any(waited):

@@ -86,7 +86,7 @@ class Planner:
             moments: tensors that the optimizer keeps per parameter.
             free: the free memory of tiers that ranks share, for what leaves the device; others are not looked at.
             replicas: ranks that hold the same shards.
-            per_host: ranks of each host, where several are joined in two levels; else None.
+            per_host: ranks of each host, where all share memory or are joined in two levels; else None.
 
         Raises:
             ConfigError: the plan to replay is for another number of ranks, or something is to be searched without

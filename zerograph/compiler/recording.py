@@ -130,9 +130,9 @@ class Recording:
         if self._runtime.comm is not None:
             self._runtime.comm.trim()
         self._held = _held(self._params, self._optimizers(), self._runtime.store)
+        self._profile.start()  # which raises inside of another profiler
         if self._history is not None:
             self._history.begin()
-        self._profile.start()
         self._runtime.telemetry.recording = True
         self._runtime.store.timings.begin()
         return self

@@ -233,10 +233,11 @@ class Machine:
         shared = self.nvme_both if both and (is_disk(source) or is_disk(target)) else 0.0
         return replace(link, rate=min(link.rate, shared / 2)) if shared else link
 
-    def outside(self, world_size: int) -> dict[str, int]:
-        """Bytes of a rank's device that torch's allocator cannot have, by what takes them: gathers and reductions have
-        a communicator each."""
-        takes = {"driver's context": self.context, "NCCL's buffers": 2 * self.communicator * (world_size > 1)}
+    def outside(self, world_size: int, replicas: int = 1) -> dict[str, int]:
+        """Bytes of a rank's device that torch's allocator cannot have, by what takes them: gathers, reductions and
+        averages over replicas have a communicator each."""
+        communicators = 2 * (world_size > 1) + (replicas > 1)
+        takes = {"driver's context": self.context, "NCCL's buffers": communicators * self.communicator}
         return {what: size for what, size in takes.items() if size}
 
     def budget(self, world_size: int, reserve: float = 0.0) -> dict[Tier, int]:

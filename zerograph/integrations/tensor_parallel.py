@@ -63,10 +63,8 @@ def _styles() -> dict[str, ParallelStyle]:
     return {
         "colwise": ColwiseParallel(),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
-        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),  # until 5.0
         "rowwise": RowwiseParallel(),
         "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
-        "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
         "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
         # Norms of a rank's own heads, which are one more dimension: any but the last may be the one that is split.
         "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=1, use_local_output=True),

@@ -22,6 +22,7 @@ from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.connecting import connect_axes, keeps_to_group
 from zerograph.runtime.comm.paired import PairedCommunicator, SpanningCommunicator
 from zerograph.runtime.comm.roster import Roster
+from zerograph.runtime.comm.shared_memory import SharedMemoryCommunicator
 from zerograph.runtime.dtensors import shard_ranks
 from zerograph.runtime.joined import everyone_on, other_axis
 from zerograph.runtime.offload.host import AcceleratorHost, HostMemory
@@ -48,7 +49,7 @@ class Ranks:
         agreement: how they agree on what they compile; None where there is one rank, and where ranks are simulated.
         host: of an accelerator, for what leaves it; None where nothing does, and on a CPU.
         replicas: how many have the same part of a parameter.
-        per_host: how many are on each host, where several are joined in two levels; else None.
+        per_host: how many are on each host, where all share memory or are joined in two levels; else None.
         experts: the mesh of the ranks that have the same experts, and then of those that have other ones; None where
             all ranks share all.
     """
@@ -106,7 +107,7 @@ class Ranks:
         agreement = Agreement.open(axes.everyone, device, config.plan, peers)
         communicator = connect_axes(axes, device, agreement.rendezvous if agreement is not None else None)
         split = shard_ranks(mesh)
-        per_host = communicator.per_host if isinstance(communicator, PairedCommunicator) else None
+        per_host = _ranks_of_a_host(communicator)
         if agreement is not None and axes.everyone is not axes.shards:
             # Ranks along another axis may lie on hosts otherwise, and all take one plan.
             per_host = per_host if len(set(agreement.gather("ranks of each host", per_host))) == 1 else None
@@ -213,6 +214,12 @@ def device_of(model: nn.Module, config: Config, device: object) -> torch.device:
     if chosen.index is None and chosen.type != "cpu":
         chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
     return chosen
+
+
+def _ranks_of_a_host(communicator: Communicator) -> int | None:
+    if isinstance(communicator, SharedMemoryCommunicator):
+        return communicator.world_size
+    return communicator.per_host if isinstance(communicator, PairedCommunicator) else None
 
 
 def _accelerator() -> torch.device | None:

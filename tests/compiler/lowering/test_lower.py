@@ -200,10 +200,10 @@ class Asserting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("recompute", ["auto", "full"])
-def test_what_a_model_asserts_is_checked(recompute: str) -> None:
+@pytest.mark.parametrize(("recompute", "compute"), [("auto", "inductor"), ("full", "eager")])
+def test_what_a_model_asserts_is_checked(recompute: str, compute: str) -> None:
     model = Asserting()
-    model.compile(backend=zerograph.backend(stage=3, compute="eager", bucket_size=512, recompute=recompute))
+    model.compile(backend=zerograph.backend(stage=3, compute=compute, bucket_size=512, recompute=recompute))
     model(torch.ones(2, 8), torch.tensor(1e3)).sum().backward()
     for limit, message in ((0.0, "no limit"), (1e-3, "above the limit")):
         with pytest.raises(RuntimeError, match=message):

@@ -41,7 +41,7 @@ def as_data(file: PlanFile, beside: Beside | None) -> dict[str, Any]:
         "model_flops_utilization": file.model_flops_utilization,
         "peak_flops": file.peak_flops,
         "budget": dict(file.budget),
-        "outside": file.machine.outside(plan.ranks),
+        "outside": file.machine.outside(plan.world_size, plan.replicas),
         "critical_path": list(forecast.critical_path),
         "reasons": [asdict(reason) for reason in file.reasons],
         "not_counted": list(forecast.not_counted),
@@ -138,7 +138,7 @@ def memory(file: PlanFile, measured: Forecast | None, width: int, *, unicode: bo
         over = peak.bytes > budget
         rows.append([tier, (line, "red" if over else "cyan"), (_used(peak.bytes, budget), "bold red" if over else "")])
         rows += [["", text, ""] for text in (_where(file, tier, peak), *_largest(moments[tier], tier))]
-        if tier == "device" and (beside := outside(file.machine, file.plan.ranks)):
+        if tier == "device" and (beside := outside(file.machine, file.plan.world_size, file.plan.replicas)):
             rows.append(["", beside, ""])
         if measured is not None and tier in measured.peaks:
             line = sparkline(measured.memory.get(tier, ()), measured.seconds, width, blocks)
@@ -148,9 +148,9 @@ def memory(file: PlanFile, measured: Forecast | None, width: int, *, unicode: bo
     return rows
 
 
-def outside(machine: Machine, world_size: int) -> str:
+def outside(machine: Machine, world_size: int, replicas: int = 1) -> str:
     """The parts of a rank's device that no budget has; empty where there are none."""
-    parts = [f"{what} {format_bytes(size)}" for what, size in machine.outside(world_size).items()]
+    parts = [f"{what} {format_bytes(size)}" for what, size in machine.outside(world_size, replicas).items()]
     return f"outside of torch's allocator: {', '.join(parts)}" if parts else ""
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from torch import fx
+from torch import SymInt, fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import cpu_vec_isa
@@ -51,7 +51,8 @@ def compile_segment(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     # Its own context: Dynamo's would check this segment's strides against the whole graph's outputs.
-    context = TracingContext(fake_mode_of(inputs) or FakeTensorMode())
+    sizes = (val.node.shape_env for val in inputs if isinstance(val, SymInt))  # all that an assertion may read
+    context = TracingContext(fake_mode_of(inputs) or FakeTensorMode(shape_env=next(sizes, None)))
     with tracing(context), inductor_config.patch({"triton.cudagraphs": False}):
         return compile_fx_inner(gm, inputs, is_inference=True)  # type: ignore[return-value]
 
