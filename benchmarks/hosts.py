@@ -32,6 +32,8 @@ import argparse
 import contextlib
 import statistics
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from crew import Crew
@@ -53,12 +55,15 @@ from step import (
 )
 from variants import title
 
+from zerograph.core.machine import Link, machine_named
+
 OUT = Console(width=None if sys.stdout.isatty() else 160)
 REFERENCE = "ddp"
 FLAT = ("zg3", "fsdp", "fsdp-compiled")
 KEPT = "zgauto:memory=43MiB:recompute=0:bucket_size=4MiB"
 """Room for the parts that hosts keep of the default model's buckets, and not for whole ones."""
-WIRED = [f"{stage}:gather_wire=int8:reduce_wire=int4" for stage in ("zg2", "zg3", KEPT)]
+WIRE = "gather_wire=int8:reduce_wire=int4"
+BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 ROUNDED = (0.01, 0.03)
 """What fewer bits may change of a loss, and of a gradient's norm as its share."""
 
@@ -68,7 +73,7 @@ def main() -> int:
     kind = "mixtral" if args.experts else "gpt"
     work = Workload(args.layers, args.dim, args.dim // 64, 2048, args.batch, args.seq, model=kind)
     specs = [REFERENCE, "ddp-compiled", "zg1", "zg2", *FLAT, *(f"{spec}:replicas={args.hosts}" for spec in FLAT)]
-    specs += WIRED
+    specs += [f"{stage}:{WIRE}" for stage in ("zg2", "zg3", f"{KEPT}:machine={machine_file(args.rate)}")]
     if args.parts > 1:
         specs = [REFERENCE, *(f"{spec}:loop={args.parts}" for spec in FLAT), f"zg3:batch_tiles={args.parts}"]
     if args.experts:
@@ -111,6 +116,15 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.patience = 0
     return args
+
+
+def machine_file(rate: str) -> Path:
+    """A machine whose network sends at ``rate``, as `tc` takes it: what a search weighs gathers by."""
+    size, unit = rate[:-4], rate[-4:]
+    machine = replace(machine_named("cpu"), inter=Link(float(size) * BITS[unit] / 8, 1e-3))
+    path = Path(tempfile.gettempdir(), f"{rate}.json")
+    path.write_text(machine.to_json())
+    return path
 
 
 def run(
