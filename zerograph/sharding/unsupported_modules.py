@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerograph.core.errors import UnsupportedError
 
@@ -62,7 +61,7 @@ def _refuse_shared_memory(root: nn.Module) -> None:
     """Shards have memory of their own: an update of one of two parameters would no longer reach the other."""
     together = defaultdict[tuple[int, torch.dtype], list[tuple[str, Tensor]]](list)
     for name, held in (*root.named_parameters(), *root.named_buffers()):
-        if held.layout == torch.strided and held.numel() and not is_traceable_wrapper_subclass(held):
+        if type(held.data) is Tensor and held.layout == torch.strided and held.numel():
             together[held.untyped_storage()._cdata, held.dtype].append((name, held))
     for in_one_storage in together.values():
         before: list[tuple[str, Tensor]] = []
