@@ -141,6 +141,7 @@ def test_a_snapshot_of_memory_names_what_allocates(
 def test_a_step_that_runs_out_of_memory_leaves_its_snapshot(
     alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    torch._dynamo.reset()  # which else keeps what other tests compiled of such a model
     monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
     model, compiler = _model().to(here()), backend(stage=3)
     compiled = torch.compile(model, backend=compiler)
