@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerograph.core.errors import ConfigError
-from zerograph.runtime.torch_private import allocator_history
+from zerograph.runtime.torch_private import allocations, allocator_history, forget_allocations, remember_allocations
 
 Frame = dict[str, Any]
 """A line of a traceback, as torch's snapshots have it: "filename", "line" and "name"."""
@@ -62,8 +62,7 @@ class MemoryHistory:
 
     def begin(self) -> None:
         """Forget what was remembered, and remember from here on, with the lines of Python that allocate."""
-        # C++ frames take minutes to be given names, and say nothing of the model.
-        self._memory._record_memory_history("all", context="all", stacks="python", clear_history=True)
+        remember_allocations(self._memory)
 
     def end(self, during: Sequence[During], held: Mapping[int, str]) -> dict[str, Any]:
         """Remember nothing more; returns the snapshot that the visualizer reads.
@@ -73,14 +72,10 @@ class MemoryHistory:
             held: the tensors that are there now, by the addresses of their memory.
         """
         try:
-            snapshot: dict[str, Any] = self._memory._snapshot()
+            snapshot = allocations(self._memory)
         finally:
-            self.stop()
+            forget_allocations(self._memory)
         return with_names(snapshot, self._device.index or 0, during, held)
-
-    def stop(self) -> None:
-        """Remember nothing more."""
-        self._memory._record_memory_history(None)
 
 
 def with_names(

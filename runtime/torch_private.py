@@ -239,11 +239,28 @@ def closed_connection(error: BaseException) -> str:
 
 
 def allocator_history(device: torch.device) -> Any | None:
-    """The module that remembers what torch's allocator of ``device`` hands out (``_record_memory_history``,
-    ``_snapshot``), as torch's own documentation has it for pytorch.org/memory_viz; None where nothing does. Seen in
-    2.13."""
+    """The module that remembers what torch's allocator of ``device`` hands out, as torch's own documentation has it for
+    pytorch.org/memory_viz; None where nothing does. Seen in 2.13."""
     memory = getattr(torch.get_device_module(device), "memory", None)
     return memory if hasattr(memory, "_record_memory_history") else None
+
+
+def remember_allocations(memory: Any) -> None:
+    """Let ``memory``, an :func:`allocator_history`, forget what it knows and remember from here on, with the lines of
+    Python that allocate. Seen in 2.13."""
+    # C++ frames take minutes to be given names, and say nothing of the model.
+    memory._record_memory_history("all", context="all", stacks="python", clear_history=True)
+
+
+def allocations(memory: Any) -> dict[str, Any]:
+    """The snapshot of what ``memory`` remembers. Seen in 2.13."""
+    snapshot: dict[str, Any] = memory._snapshot()
+    return snapshot
+
+
+def forget_allocations(memory: Any) -> None:
+    """Let ``memory`` remember nothing more. Seen in 2.13."""
+    memory._record_memory_history(None)
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:

@@ -7,7 +7,6 @@ saw them. Measurements of a run make better forecasts: see :attr:`Recording.meas
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from zerograph.compiler.report import RecordedStep
 from zerograph.compiler.under_way import UnderWay, length, seconds_of, under_way
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.files.runfile import Measured, Run
+from zerograph.core.files.snapshot import write_snapshot
 from zerograph.core.instructions import (
     BeginUpdate,
     Compute,
@@ -50,8 +50,6 @@ from zerograph.runtime.memory_history import During, MemoryHistory
 from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
-PROTOCOL = 4
-"""The newest pickle protocol that the visualizer's own reader knows."""
 NOT_COUNTED = (
     "buffers of the model, the batch, and whatever else existed before the recording began",
     "memory that the kernels' own code and the transport between ranks allocate",
@@ -212,7 +210,7 @@ class Recording:
             raise ZeroGraphError(
                 "this recording has no snapshot of memory", "record with `backend.record(memory=True)`, to its end"
             )
-        Path(path).write_bytes(pickle.dumps(self._snapshot, protocol=PROTOCOL))
+        write_snapshot(self._snapshot, Path(path))
 
     def _during(self, events: Sequence[Any]) -> Iterator[During]:
         """Instructions and updates that ran, in the order of their beginnings."""

@@ -106,7 +106,7 @@ class Forecast:
     def busy(self) -> dict[Stream, float]:
         """Seconds per stream in which it works."""
         total: dict[Stream, float] = {}
-        for span in self._at_work():
+        for span in self.at_work():
             total[span.stream] = total.get(span.stream, 0.0) + span.end - span.start
         return total
 
@@ -114,11 +114,12 @@ class Forecast:
     def exposed_communication(self) -> float:
         """Seconds in which collectives run and nothing computes."""
         # Copies and updates count as work: while they run, the step does not wait for the network alone.
-        working = union((s.start, s.end) for s in self._at_work() if s.stream not in COMMUNICATION)
-        talking = union((s.start, s.end) for s in self._at_work() if s.stream in COMMUNICATION)
+        working = union((s.start, s.end) for s in self.at_work() if s.stream not in COMMUNICATION)
+        talking = union((s.start, s.end) for s in self.at_work() if s.stream in COMMUNICATION)
         return sum(end - start for start, end in talking) - _overlap(talking, working)
 
-    def _at_work(self) -> Iterator[Span]:
+    def at_work(self) -> Iterator[Span]:
+        """The spans in which a stream does something."""
         return (span for span in self.spans if span.what != WAIT)
 
 

@@ -136,8 +136,9 @@ class Costs:
             if self.network and known is None and isinstance(instruction, Collective):
                 cores = self.rates.cores(instruction)
                 apart = Apart(cores, travels=seconds > cores)
-                # A reduction begins in each host, and a gather ends there: what waits for it does that.
-                seconds -= cores if role == GATHER else 0.0
+                if role == GATHER:
+                    # It ends in each host, where a reduction begins: what waits for it does that.
+                    seconds -= cores
         if isinstance(instruction, WaitGather):
             takes["device"] += instruction.kept
         elif isinstance(instruction, Gather):

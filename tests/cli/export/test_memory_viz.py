@@ -1,4 +1,7 @@
-"""The snapshot: PyTorch's own tools read it, and replaying it gives what the plan holds."""
+"""The snapshot: PyTorch's own tools read it, and replaying it gives what the plan holds.
+
+Tests ``core/files/snapshot.py``.
+"""
 
 from __future__ import annotations
 

@@ -6,18 +6,16 @@ It has the schema of ``torch.cuda.memory._snapshot()``. Tiers stand for GPUs: de
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerograph.core.files.planfile import Holding, PlanFile
+from zerograph.core.files.snapshot import write_snapshot
 from zerograph.core.machine import TIERS
 from zerograph.core.timeline import Span
 
-PROTOCOL = 4
-"""The newest pickle protocol that the visualizer's own reader knows."""
 BASE = 1 << 36
 """Where addresses start: not 0, which reads as missing."""
 
@@ -38,7 +36,7 @@ def write(file: PlanFile, path: Path) -> None:
     Raises:
         OSError: ``path`` cannot be written.
     """
-    path.write_bytes(pickle.dumps(snapshot(file), protocol=PROTOCOL))
+    write_snapshot(snapshot(file), path)
 
 
 def snapshot(file: PlanFile) -> dict[str, Any]:

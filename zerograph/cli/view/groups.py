@@ -12,7 +12,7 @@ from zerograph.cli.view.collapsing import Collapsed, collapse_rows, interleaved,
 from zerograph.cli.view.moment import START, Moment, by_kind, moment
 from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, Tier
-from zerograph.core.timeline import WAIT, Forecast, Span
+from zerograph.core.timeline import Forecast, Span
 from zerograph.core.units import format_bytes
 
 By = Literal["layer", "kind", "tier", "op"]
@@ -151,9 +151,8 @@ def _lay_over(groups: Iterable[Group], measured: Forecast | None, name: Callable
     if measured is None:
         return
     seconds: dict[str, float] = defaultdict(float)
-    for span in measured.spans:
-        if span.what != WAIT:
-            seconds[name(span)] += span.end - span.start
+    for span in measured.at_work():
+        seconds[name(span)] += span.end - span.start
     for group in groups:
         group.measured = seconds.get(group.name)
 
