@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import zerograph._core as _core
 from zerograph.core.arguments import number, require, require_flag
 from zerograph.core.errors import UnsupportedError
+from zerograph.optim.overlap import refuse_updated
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
 from zerograph.runtime.comm.collectives import sum_over_ranks
 from zerograph.runtime.comm.communicator import Communicator
@@ -52,7 +53,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         ConfigError: ``parameters`` are no tensors, ``max_norm`` is negative, ``norm_type`` not positive, or ``stages``
-            no process group.
+            no process group; or the last backward has updated some of them (``overlap=True``).
         UnsupportedError: a gradient that is partial over ranks, or gradients on several meshes.
     """
     order = order_of_norm(norm_type)
@@ -63,6 +64,7 @@ def clip_grad_norm_(
     known = stages is None or isinstance(stages, dist.ProcessGroup)
     require(known, f"stages must be a process group, got {stages!r:.80}", 'for example mesh["pp"].get_group()')
     params = _tensors(parameters)
+    refuse_updated(params, "zerograph.clip_grad_norm_")
     late_gradients.complete(params)
     grads = [p.grad for p in params if p.grad is not None]
     local, kinds = [local_tensor(g) for g in grads], dict[Groups, list[Tensor]]()

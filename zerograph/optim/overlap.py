@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -196,6 +196,16 @@ _LIVING: weakref.WeakSet[EarlySteps] = weakref.WeakSet()
 def overlapping() -> list[EarlySteps]:
     """Those of all living optimizers."""
     return [early for early in _LIVING if early.is_current]
+
+
+def refuse_updated(params: Iterable[Tensor], what: str) -> None:
+    """Raises:
+    ConfigError: ``what`` needs gradients of some ``params`` by which a backward has updated these already.
+    """
+    known = set(map(id, params))
+    for early in overlapping():
+        if not early.updated.isdisjoint(known):
+            early.refuse(what)
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
