@@ -9,6 +9,7 @@ twice, a weight that is tied over a graph break): autograd then has its gradient
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -37,11 +38,15 @@ class Updater(Protocol):
         updated: parameters, by ``id``, that it has updated since its last step.
         iteration: another object from step to step.
         backward: the number of the one that updates now; None once it has ended.
+        is_current: whether the optimizer is there, and has not got another one of these.
     """
 
     updated: set[int]
     iteration: object
     backward: int | None
+
+    @property
+    def is_current(self) -> bool: ...
 
     @property
     def params(self) -> list[Tensor]:
@@ -58,6 +63,35 @@ class Updater(Protocol):
 
     def abandon(self, why: str) -> None:
         """A backward failed: what was updated cannot be taken back. Nothing is under way any more then."""
+
+
+_ALL: weakref.WeakSet[Updater] = weakref.WeakSet()
+"""Of all backends: an optimizer is made before any of them knows it, and each looks for its own."""
+
+
+def follow(updater: Updater) -> None:
+    """There is one more."""
+    _ALL.add(updater)
+
+
+def living() -> list[Updater]:
+    """Those of all optimizers that live."""
+    return [updater for updater in _ALL if updater.is_current]
+
+
+def refuse_reading(params: Iterable[Tensor]) -> None:
+    """Raises:
+    ConfigError: the gradients of ``params`` are about to be read, and a backward has used some of them up.
+    """
+    updated = [updater for updater in living() if updater.updated]
+    known = {id(param) for param in params} if updated else set()
+    for updater in updated:
+        if not known.isdisjoint(updater.updated):
+            raise ConfigError(
+                f"norms or clipping of gradients by which {updater}(overlap=True) has updated parameters in the "
+                "backward: they are gone",
+                f"leave that out (max_grad_norm=0 of a Trainer), or make {updater} without overlap",
+            )
 
 
 class EarlyUpdates:

@@ -18,8 +18,8 @@ from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.collectives import together
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, sequence_of
+from zerograph.runtime.executor import early, local_gradients
 from zerograph.runtime.executor.accumulation import GradientAccumulation
-from zerograph.runtime.executor.local_gradients import refuse_reading
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.torch_private import after_backward, current_backward, placed_as
 
@@ -31,11 +31,19 @@ _ALL: weakref.WeakSet[LateGradients] = weakref.WeakSet()
 """The late gradients of all backends: a reader of gradients is given parameters alone."""
 
 
+def refuse_reading(params: Sequence[Tensor]) -> None:
+    """Raises:
+    UnsupportedError: the gradients of ``params`` are about to be read as averages, and are each rank's own.
+    ConfigError: a backward has updated some of ``params`` by theirs.
+    """
+    local_gradients.refuse_reading(params)
+    early.refuse_reading(params)
+
+
 def complete(params: Iterable[Tensor]) -> None:
     """Gradients of ``params`` are about to be read on all ranks: see :meth:`LateGradients.complete`.
 
-    Raises:
-        UnsupportedError: they are each rank's own.
+    Raises: as :func:`refuse_reading`.
     """
     params = list(params)
     refuse_reading(params)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fake_device.device import GROUP
 from gpu.accelerator import here
 
 CUDA = {"test_kernels.py"}
@@ -33,7 +32,7 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     if device.type == "cuda":
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
     else:
-        dist.init_process_group(GROUP, store=store, rank=0, world_size=1)
+        dist.init_process_group("fakeccl", store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()

@@ -65,6 +65,21 @@ def test_one_gpu_runs_the_collectives_of_its_group(
     assert compiler.report().transport == f"torch.distributed ({own})"
 
 
+def test_norms_of_what_was_offloaded_go_over_a_group_of_devices(
+    alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's has no way for numbers of the host before ZeroGraph gives it one."""
+    monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
+    model, plain = _model().to(here()), _model().to(here())
+    compiled = torch.compile(model, backend=backend(stage=3, offload="optimizer", tier="host"))
+    for each in (compiled, plain):
+        each(_batch()).float().pow(2).mean().backward()
+    assert all(param.is_cpu for param in model.parameters())
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert zerograph.norms(model).gradient == pytest.approx(float(expected), rel=1e-4)
+    assert float(zerograph.clip_grad_norm_(model.parameters(), 0.1)) == pytest.approx(float(expected), rel=1e-4)
+
+
 def _recorded(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, memory: bool = False, **options: Any) -> Any:
     """The backend, its model and the recording of the third step of a loop."""
     monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")

@@ -95,6 +95,23 @@ def test_unusual_steps_that_update_on_the_device(world_size: int, slot: int) -> 
     run(world_size, _on_the_device, unusual_steps, slot, adamw, "parameters", {"dtype": torch.bfloat16})
 
 
+def _counted() -> list[float]:
+    """The count of each parameter's updates."""
+    model = torch.nn.Linear(8, 5)  # of whose rows the last of four ranks has none
+    compiled = torch.compile(model, backend=zerograph.backend(stage=3, compute="eager", update="device", **HOST))
+    optimizer = zerograph.optim.AdamW(model.parameters())
+    for _ in range(2):
+        compiled(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(optimizer.state[param]["step"]) for param in model.parameters()]
+
+
+def test_updates_on_the_device_are_counted_by_ranks_without_rows_too() -> None:
+    """A checkpoint may have the count of any rank."""
+    assert run(4, _counted) == [[2.0, 2.0]] * 4
+
+
 @tiers
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 def test_unusual_steps_are_the_same_to_the_bit(offload: str, tier: str, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 import zerograph._core as _core
 from zerograph.core.arguments import number, require, require_flag
 from zerograph.core.errors import UnsupportedError
-from zerograph.optim.overlap import refuse_updated
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
 from zerograph.runtime.comm.collectives import sum_over_ranks
 from zerograph.runtime.comm.communicator import Communicator
@@ -64,7 +63,6 @@ def clip_grad_norm_(
     known = stages is None or isinstance(stages, dist.ProcessGroup)
     require(known, f"stages must be a process group, got {stages!r:.80}", 'for example mesh["pp"].get_group()')
     params = _tensors(parameters)
-    refuse_updated(params, "zerograph.clip_grad_norm_")
     late_gradients.complete(params)
     grads = [p.grad for p in params if p.grad is not None]
     local, kinds = [local_tensor(g) for g in grads], dict[Groups, list[Tensor]]()

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import zerograph._core as _core
-from zerograph.core import slots
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
 from zerograph.optim.clip import groups_in, groups_of, our_group, over_our_ranks, over_ranks, power_sum
@@ -341,9 +340,7 @@ class HostOptimizer(Optimizer):
         if stored and self.store is not None:
             streams.append(self._streamed(self.store, stored, sources, factor.number))
         if passing and self.store is not None:
-            parts, groups, rules, theirs = (list(each) for each in zip(*passing, strict=True))
-            through = ThroughDevice(self, self.store, parts, slots.SLOT, self._on_device)
-            streams.append(functools.partial(through.run, groups, rules, theirs, factor))
+            streams.append(ThroughDevice(self, self.store, passing, factor, self._on_device).run)
         if arrival is not None:
             streams = [functools.partial(_update_arrived, arrival, calls, factor.number, streams)]
             return PendingUpdate(None, touched, streams, self._tell_updated)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +17,7 @@ from zerograph.optim.parts import UpdateRow
 from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.entry import reason_of
+from zerograph.runtime.executor import early
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.torch_private import local_tensor
 
@@ -40,7 +40,7 @@ class EarlySteps(StepsOf):
         self.updated: set[int] = set()
         self.iteration = object()
         self.backward: int | None = None
-        _LIVING.add(self)
+        early.follow(self)
 
     @property
     def is_current(self) -> bool:
@@ -189,23 +189,9 @@ class EarlySteps(StepsOf):
         self._begun, self._begun_before = 0, self._begun
 
 
-_LIVING: weakref.WeakSet[EarlySteps] = weakref.WeakSet()
-# Of all backends: an optimizer is made before any of them knows it, and each looks for its own.
-
-
 def overlapping() -> list[EarlySteps]:
     """Those of all living optimizers."""
-    return [early for early in _LIVING if early.is_current]
-
-
-def refuse_updated(params: Iterable[Tensor], what: str) -> None:
-    """Raises:
-    ConfigError: ``what`` needs gradients of some ``params`` by which a backward has updated these already.
-    """
-    known = set(map(id, params))
-    for early in overlapping():
-        if not early.updated.isdisjoint(known):
-            early.refuse(what)
+    return [each for each in early.living() if isinstance(each, EarlySteps)]
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:

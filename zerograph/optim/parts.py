@@ -225,7 +225,7 @@ def parts_of(
             members, [m.index for m in members], _watched(layout, members), dtype, fresh=[m.fresh for m in members]
         )
         if uses_kernels(members[0].local) and not (part.stored or part.through_device):
-            part.tensors = _tensor_set(members, part.mastered)
+            part.tensors = tensor_set(members, part.mastered)
         found.append(part)
     return found
 
@@ -236,7 +236,8 @@ def _watched(layout: GroupLayout, members: Sequence[Member]) -> list[Tensor]:
     return [t for pair in pairs for t in pair] if any(p is not t for p, t in pairs) else [p for p, _ in pairs]
 
 
-def _tensor_set(members: Sequence[Member], mastered: bool) -> _core.TensorSet:
+def tensor_set(members: Sequence[Member], mastered: bool) -> _core.TensorSet:
+    """``members`` as kernels see them: by addresses, so that whoever calls those keeps them."""
     first = members[0]
     # The kernel writes what follows from an update: parameters of masters, or copies of parameters.
     follows = [m.local for m in members] if mastered else [m.copy for m in members if m.copy is not None]

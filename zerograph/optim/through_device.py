@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import zerograph._core as _core
+from zerograph.core import slots
 from zerograph.core.slots import SLOTS
 from zerograph.optim.algorithm import Group
 from zerograph.optim.factor import Factor
-from zerograph.optim.parts import Member, Part, flat
+from zerograph.optim.parts import Member, Part, address, flat, tensor_set
 from zerograph.optim.ring import Updating, through_slots
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.comm.entry import reason_of
@@ -48,10 +49,9 @@ class _CopiedChunk:
     part: int
     pieces: list[_CopiedPiece]
     slot: Tensor
-    counts: list[Tensor]
-    tensors: _core.TensorSet | None
     under_way: list[Transfer] = field(default_factory=list)
     awaited: list[Transfer] = field(default_factory=list)
+    updated: Part | None = None  # its pieces in the slot, which the host's kernels know by addresses
 
     def wait(self) -> None:
         """Let the device wait for what is copied to the slot, or from it."""
@@ -80,55 +80,51 @@ UpdateThere = Callable[[Group, Part, Gradients, Factor], None]
 
 
 class ThroughDevice:
-    """The update of some parts, again and again."""
+    """One update of some parts."""
 
     def __init__(
-        self, owner: Optimizer, store: ShardStore, parts: Sequence[Part], most: int, update_there: UpdateThere
+        self,
+        owner: Optimizer,
+        store: ShardStore,
+        parts: Sequence[tuple[Part, Group, _core.Rule, Gradients]],
+        factor: Factor,
+        update_there: UpdateThere,
     ) -> None:
-        """``most`` are the bytes of a slot, at most."""
-        self._owner, self._store, self.parts = weakref.ref(owner), store, list(parts)
-        self._memory, self._update_there = store.locations.hosted.memory, update_there
-        self._is_simulated = self._memory.device.type == "cpu"
-        self._timed = TimedUpdate(0)
-        self._cuts = [(index, pieces) for index, part in enumerate(self.parts) for pieces in _cut(part, most)]
-
-    def run(
-        self, groups: Sequence[Group], rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: Factor
-    ) -> None:
-        """Update everything that has a gradient, and return when all is back on the host.
-
+        """
         Args:
-            groups, rules, grads: of each part.
+            parts: each with its group, the rule of that, and its gradients.
             factor: of the gradients.
         """
+        self._owner, self._store, self._parts = weakref.ref(owner), store, parts
+        self._factor, self._update_there = factor, update_there
+        self._memory = store.locations.hosted.memory
+        self._is_simulated = self._memory.device.type == "cpu"
+        self._timed = TimedUpdate(0)
+        self._follow: list[list[Tensor | None]] = []  # of each part's members, the copy that is gathered
 
-        def update(chunk: _CopiedChunk) -> Updating:
-            own = grads[chunk.part]
-            if self._is_simulated:
-                return _core.update([self._call(chunk, rules[chunk.part], own)], factor.number)
-            self._update_pieces(chunk, groups[chunk.part], own, factor)
-            return _Told()
-
+    def run(self) -> None:
+        """Update everything that has a gradient, and return when all is back on the host."""
         chunks: list[_CopiedChunk] = []
         self._timed = self._store.timings.update()
         self._cut_slots(chunks)
-        follow = [
+        self._follow = [
             [
                 self._store.copies.begin_to_follow(m.through_device) if a else None
-                for m, a in zip(p.members, g.addresses, strict=True)
+                for m, a in zip(part.members, grads.addresses, strict=True)
             ]
-            for p, g in zip(self.parts, grads, strict=True)
+            for part, _, _, grads in self._parts
         ]
         try:
             through_slots(
                 chunks,
-                lambda chunk: self._copy_up(chunk, grads[chunk.part]),
+                self._copy_up,
                 _CopiedChunk.arrive if self._is_simulated else _CopiedChunk.wait,
-                update,
-                lambda chunk: self._copy_down(chunk, grads[chunk.part], follow[chunk.part]),
+                self._update,
+                self._copy_down,
             )
             for chunk in chunks[-SLOTS:]:  # those before went back earlier in the same stream
                 chunk.arrive()
+            self._count()
             self._timed.ended = True
         except BaseException as error:
             owner = self._owner()
@@ -142,45 +138,40 @@ class ThroughDevice:
 
     def _cut_slots(self, chunks: list[_CopiedChunk]) -> None:
         """Slots are made for each update, so that a forward and a backward have their memory."""
-        size = max((_end(self.parts[index], pieces[-1]) for index, pieces in self._cuts), default=0)
+        cuts = [(index, pieces) for index, (part, *_) in enumerate(self._parts) for pieces in _cut(part, slots.SLOT)]
+        size = max((_end(self._parts[index][0], pieces[-1]) for index, pieces in cuts), default=0)
         make = self._memory.room if self._is_simulated else self._memory.above
-        ring = [make(size) for _ in range(min(SLOTS, len(self._cuts)))]
-        for i, (index, pieces) in enumerate(self._cuts):
-            part, slot = self.parts[index], ring[i % SLOTS]
-            counts = [count for p in pieces if (count := _count(part.members[p.member], p)) is not None]
-            tensors = _tensors(part, pieces, slot.data_ptr(), counts) if self._is_simulated else None
-            chunks.append(_CopiedChunk(index, pieces, slot, counts, tensors))
+        ring = [make(size) for _ in range(min(SLOTS, len(cuts)))]
+        chunks += [_CopiedChunk(index, pieces, ring[i % SLOTS]) for i, (index, pieces) in enumerate(cuts)]
 
-    def _update_pieces(self, chunk: _CopiedChunk, group: Group, grads: Gradients, factor: Factor) -> None:
-        part = self.parts[chunk.part]
+    def _update(self, chunk: _CopiedChunk) -> Updating:
+        part, group, rule, grads = self._parts[chunk.part]
         pieces = [p for p in chunk.pieces if grads.tensors[p.member] is not None]
         if not pieces:
-            return
+            return _Told()
         members = [_there(part.members[p.member], chunk.slot, p, part.mastered) for p in pieces]
         own = [_in_slot(chunk.slot, p, p.at[_gradient(part)], part.grad_dtype) for p in pieces]
         fresh = [part.fresh[p.member] for p in pieces] if part.fresh else []
         there = Part(members, [m.index for m in members], [], part.grad_dtype, fresh=fresh)
-        self._update_there(group, there, Gradients([*own], [1] * len(own), True), factor)
-        for p in pieces:
-            count = part.members[p.member].step
-            if count is not None and _is_last(part.members[p.member], p):
-                count += 1
+        if self._is_simulated:
+            chunk.updated = there
+            calls = [(rule, tensor_set(members, part.mastered), list(map(address, own)), TAGS[part.grad_dtype], fresh)]
+            return _core.update(calls, self._factor.number)
+        self._update_there(group, there, Gradients([*own], [1] * len(own), True), self._factor)
+        return _Told()
 
-    def _call(
-        self, chunk: _CopiedChunk, rule: _core.Rule, grads: Gradients
-    ) -> tuple[_core.Rule, _core.TensorSet, list[int], _core.DType, list[bool]]:
-        part, begin = self.parts[chunk.part], chunk.slot.data_ptr()
-        assert chunk.tensors is not None  # where the device is simulated
-        # Kernels leave alone what has its gradient at 0.
-        at = [begin + p.at[_gradient(part)] if grads.addresses[p.member] else 0 for p in chunk.pieces]
-        fresh = [part.fresh[p.member] for p in chunk.pieces] if part.fresh else []
-        return rule, chunk.tensors, at, TAGS[part.grad_dtype], fresh
+    def _count(self) -> None:
+        """Of the count of its updates, which every rank has, also those that have no rows of a parameter."""
+        for part, _, _, grads in self._parts:
+            for member, given in zip(part.members, grads.addresses, strict=True):
+                if given and member.step is not None:
+                    member.step += 1
 
     def _purpose(self, member: Member) -> Purpose:
         return Purpose("states", member.through_device, self._timed)
 
-    def _copy_up(self, chunk: _CopiedChunk, grads: Gradients) -> None:
-        part = self.parts[chunk.part]
+    def _copy_up(self, chunk: _CopiedChunk) -> None:
+        part, _, _, grads = self._parts[chunk.part]
         for piece in chunk.pieces:
             member, grad = part.members[piece.member], grads.tensors[piece.member]
             for at, tensor in zip(piece.at, (member.target, *member.states, grad), strict=False):
@@ -189,10 +180,10 @@ class ThroughDevice:
                     own = self._purpose(member)
                     chunk.under_way.append(self._memory.start("h2d", [(there, here)], purpose=own))
 
-    def _copy_down(self, chunk: _CopiedChunk, grads: Gradients, follow: Sequence[Tensor | None]) -> None:
-        part = self.parts[chunk.part]
+    def _copy_down(self, chunk: _CopiedChunk) -> None:
+        part, _, _, grads = self._parts[chunk.part]
         for piece in chunk.pieces:
-            member, copy = part.members[piece.member], follow[piece.member]
+            member, copy = part.members[piece.member], self._follow[chunk.part][piece.member]
             if grads.tensors[piece.member] is None:
                 continue
             pairs = [
@@ -216,7 +207,7 @@ def _there(member: Member, slot: Tensor, piece: _CopiedPiece, mastered: bool) ->
     target = _in_slot(slot, piece, piece.at[0], member.target.dtype)
     states = [_in_slot(slot, piece, at, s.dtype) for at, s in zip(piece.at[1:], member.states, strict=False)]
     local = _in_slot(slot, piece, piece.at[-1], member.local.dtype) if mastered else target
-    # The count is the host's: it is brought along, and added to when the last piece is updated.
+    # The count is the host's: kernels add to one that is brought along, for each piece.
     step = None if member.step is None else torch.full((), float(member.step), device=slot.device)
     return Member(member.index, local, target, states, step, member.fresh)
 
@@ -263,25 +254,3 @@ def _cut(part: Part, most: int) -> Iterator[list[_CopiedPiece]]:
                 pieces, end = [], 0
     if pieces:
         yield pieces
-
-
-def _count(member: Member, piece: _CopiedPiece) -> Tensor | None:
-    """Where the kernel counts the updates of ``piece``: of several of one member the last has the member's count."""
-    return member.step if _is_last(member, piece) or member.step is None else member.step.clone()
-
-
-def _is_last(member: Member, piece: _CopiedPiece) -> bool:
-    return piece.first + piece.size == member.local.numel()
-
-
-def _tensors(part: Part, pieces: Sequence[_CopiedPiece], slot: int, counts: Sequence[Tensor]) -> _core.TensorSet:
-    """The tensors of ``pieces`` in the slot at that address, as kernels see them."""
-    first = part.members[0]
-    return _core.TensorSet(
-        [(slot + p.at[0], TAGS[first.target.dtype], p.size) for p in pieces],
-        [[slot + p.at[1 + k] for p in pieces] for k in range(len(first.states))],
-        TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
-        [slot + p.at[-1] for p in pieces] if part.mastered else [],
-        TAGS[first.local.dtype],
-        [count.data_ptr() for count in counts],
-    )

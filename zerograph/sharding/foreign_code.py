@@ -4,7 +4,7 @@ torch's."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import safetensors.torch
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
 from zerograph.core.errors import CheckpointError, ShardingError, UnsupportedError
-from zerograph.runtime.executor.local_gradients import refuse_reading
+from zerograph.runtime.executor.late_gradients import refuse_reading
 from zerograph.sharding.adopt import wrapped_by
 from zerograph.sharding.torch_private import before, handle_op
 
@@ -30,7 +30,12 @@ def explain_shards() -> None:
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
         before(wrapper, "__init__", _refuse_wrapper)
     before(safetensors.torch, "_find_shared_tensors", _refuse_in_file)
-    before(clip_grad, "_clip_grads_with_norm_", lambda params, *_: refuse_reading(params))
+    before(clip_grad, "_clip_grads_with_norm_", _refuse_clipping)
+
+
+def _refuse_clipping(params: Tensor | Iterable[Tensor], *_: Any) -> None:
+    if not isinstance(params, Iterator):  # which torch reads, once
+        refuse_reading([params] if isinstance(params, Tensor) else list(params))
 
 
 def _refuse_collective(op: Any, *_: Any) -> None:

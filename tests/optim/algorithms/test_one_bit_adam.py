@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +293,19 @@ def test_one_process_compresses_too() -> None:
         expected(batch(step, 0)).backward()
         plain.step([[p.grad for p in expected.parameters()]])
     torch.testing.assert_close(list(model.parameters()), list(expected.parameters()), rtol=0, atol=1e-6)
+
+
+def test_it_can_be_let_go_of_after_a_step_that_was_waited_for() -> None:
+    """Else a backward would go on holding gradients for it."""
+    model = Net()
+    optimizer = of(model)
+    trained(model, optimizer, range(FREEZE), 0)
+    model(batch(FREEZE, 0)).backward()
+    optimizer.start_step().wait()
+    lives = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert lives() is None
 
 
 def test_a_state_dict_of_adamw_has_taken_no_step() -> None:

@@ -40,8 +40,6 @@ from zerograph.runtime.torch_private import local_tensor
 log = logging.getLogger(__name__)
 
 _PROGRAM = "update by OneBitAdam"
-_NOTHING = PendingUpdate(None, ())
-"""The update that a step returns which has already made it."""
 
 
 class _Row(NamedTuple):
@@ -211,7 +209,7 @@ class OneBitAdam(HostOptimizer):
             pending = super().start(grad_scale, clip)
         else:
             self._refuse_where_frozen(clip)
-            pending = _NOTHING
+            pending = PendingUpdate(None, ())  # it is made before it is returned
             if moves:  # DCP makes states by a step without, on some ranks alone
                 self._step_frozen(float(grad_scale) if grad_scale is not None else 1.0)
         for group in self.param_groups:
