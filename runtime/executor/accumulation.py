@@ -39,11 +39,12 @@ class GradientAccumulation:
         self.schedule: object | None = None
         self.late: set[str] = set()
         self._params = params
-        self._held: dict[_Part, tuple[Param, Tensor]] = {}
+        self._held: _Held = {}
         self._left: dict[str, tuple[Tensor, int]] = {}  # each gradient and its version as the last backward left it
         self._flushing: int | None = None  # the backward at whose end the rest is reduced
         self._seen: dict[str, Values] = {}  # of gradients on a device, since the beginning of a backward
         self._seen_in: int | None = None  # that backward
+        self._asked: bool | None = None  # whether the last gradient that was looked at had been dropped
         self._comm: Communicator
 
     @property
@@ -75,23 +76,23 @@ class GradientAccumulation:
             self.schedule = before
 
     @property
-    def state(self) -> tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:
+    def state(self) -> tuple[_Held, dict[str, tuple[Tensor, int]]]:
         """The gradients held now; set to it again when a backward fails, it is as before that backward."""
-        return dict(self._held), dict(self._left)
+        return {name: dict(parts) for name, parts in self._held.items()}, dict(self._left)
 
     @state.setter
-    def state(self, before: tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]) -> None:
-        self._held, self._left = dict(before[0]), dict(before[1])
+    def state(self, before: tuple[_Held, dict[str, tuple[Tensor, int]]]) -> None:
+        self._held, self._left = {name: dict(parts) for name, parts in before[0].items()}, dict(before[1])
 
     @property
     def names(self) -> Sequence[str]:
         """Parameters whose gradients are held."""
-        return tuple(dict.fromkeys(name for name, _ in self._held))
+        return tuple(self._held)
 
     @property
     def open(self) -> bool:
         """Whether gradients are held that the user did not drop, as one of them tells."""
-        name, _ = next(iter(self._held), (None, 0))
+        name = next(iter(self._held), None)
         left = self._left.get(name) if name is not None else None
         self._seen.clear()
         return name is not None and (left is None or not self._dropped(name, *left))
@@ -100,7 +101,7 @@ class GradientAccumulation:
         """Hold ``grads`` back; returns negative zeros of the shards' shapes for autograd."""
         self._comm = comm
         for param, total in zip(params, self._merged(params, grads), strict=True):
-            self._held[_part(param)] = (param, total)
+            self._held.setdefault(param.name, {})[_rows(param)] = (param, total)
             self._follow(param.name)
         return [_nothing(p, local_tensor(self._params[p.name]).device, comm) for p in params]
 
@@ -134,17 +135,36 @@ class GradientAccumulation:
             dropped = self._dropped(param.name, *left)
             del self._left[param.name]
             if dropped:
-                for part in [part for part in self._held if part[0] == param.name]:
-                    del self._held[part]
-        _, held = self._held.pop(_part(param), (None, None))
+                self._held.pop(param.name, None)
+        parts = self._held.get(param.name, {})
+        _, held = parts.pop(_rows(param), (None, None))
+        if not parts:
+            self._held.pop(param.name, None)
         return held
 
     def _dropped(self, name: str, left: Tensor, version: int) -> bool:
         """Whether the gradient that the last backward left was taken away or zeroed.
 
+        A rank without rows of it has nothing to look at: zero_grad treats all alike, so another one tells.
+
         Raises:
             ZeroGraphError: it was changed in another way, which the held part did not see.
         """
+        grad = self._params[name].grad
+        if not self._tells(name):
+            other = next(filter(self._tells, self._left), None)
+            if other is not None:
+                return self._dropped(other, *self._left[other])
+            # All others were asked in this backward; alone, whoever wrote to it has zeroed it.
+            return grad is not left or grad._version != version if self._asked is None else self._asked
+        self._asked = self._was_dropped(name, left, version)
+        return self._asked
+
+    def _tells(self, name: str) -> bool:
+        grad = self._params[name].grad
+        return grad is None or local_tensor(grad).numel() > 0
+
+    def _was_dropped(self, name: str, left: Tensor, version: int) -> bool:
         grad = self._params[name].grad
         if grad is None:
             return True
@@ -160,9 +180,6 @@ class GradientAccumulation:
         return False
 
     def _values(self, name: str, local: Tensor) -> Values:
-        """A rank without rows has no element to mark: there, only a gradient that is gone says that it was dropped."""
-        if not local.numel():
-            return "others"
         if _is_read_at_once(local):
             return values_of([local])[0]
         if name not in self._seen or self._seen_in != current_backward():
@@ -187,7 +204,7 @@ class GradientAccumulation:
 
         def accumulated(p: Tensor) -> None:
             live = accumulation()
-            if live is not None and (name, 0) in live._held:
+            if live is not None and name in live._held:
                 live._accumulated(name, p)
 
         param.__dict__["_zg_followed"] = param.register_post_accumulate_grad_hook(accumulated).id
@@ -224,7 +241,7 @@ class GradientAccumulation:
     def reduce_held(self, wanted: Callable[[Tensor], bool]) -> None:
         """Reduce gradients that are held for the parameters that are ``wanted``."""
         before = self.state
-        held = [param for param, _ in self._held.values()]
+        held = [param for parts in self._held.values() for param, _ in parts.values()]
         held_here = [p for p in held if p.name not in self.late and wanted(self._params[p.name])]
         found = [(param, self.withdraw(param)) for param in held_here]
         left = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
@@ -251,7 +268,7 @@ class GradientAccumulation:
             UnsupportedError: the part of one that is not held was changed, as by clipping.
         """
         self.forget_dropped()
-        return {id(self._params[name]): held for (name, _), (_, held) in self._held.items()}
+        return {id(self._params[name]): held for name, parts in self._held.items() for _, held in parts.values()}
 
     def left_out(self, own: Container[int]) -> list[str]:
         """Names of trainable parameters whose ``id`` is not among ``own``."""
@@ -260,10 +277,9 @@ class GradientAccumulation:
     def forget_dropped(self) -> None:
         """Let go of gradients that the user dropped."""
         self._seen.clear()
-        for param, _ in list(self._held.values()):
-            left = self._left.get(param.name)
-            if left is not None and self._dropped(param.name, *left):
-                self.withdraw(param)
+        dropped = [name for name in self._held if name in self._left and self._dropped(name, *self._left[name])]
+        for name in dropped:
+            del self._held[name], self._left[name]
 
     def refuse_step(self) -> None:
         """Raises:
@@ -285,12 +301,12 @@ class GradientAccumulation:
             )
 
 
-_Part = tuple[str, int]
-"""A parameter's name, and the row of its shards at which a tile of it begins."""
+_Held = dict[str, dict[tuple[int, int] | None, tuple[Param, Tensor]]]
+"""Gradients by the parameter's name, and the rows of its shards at which a tile begins and ends; None is the whole."""
 
 
-def _part(param: Param) -> _Part:
-    return param.name, param.begin if isinstance(param, ParamTile) else 0
+def _rows(param: Param) -> tuple[int, int] | None:
+    return (param.begin, param.end) if isinstance(param, ParamTile) else None
 
 
 Values = Literal["marks", "zeros", "others"]

@@ -89,6 +89,10 @@ def _fabric(path: str) -> dict[str, Any]:
             ours.fabric.save(f"{path}/folder", state)
             ours.fabric.strategy._save_distributed_checkpoint = False
             ours.fabric.save(f"{path}/file", state)
+            with pytest.raises(
+                CheckpointError, match="is a folder, and save_distributed_checkpoint=False writes one file"
+            ):
+                ours.fabric.save(f"{path}/folder", state)
             text = generated(ours.plain.eval())
             ours.plain.train()
         elif stage is None:

@@ -89,6 +89,13 @@ def held_and_zeroed_by_foreach(model: Any, no_sync: Any) -> None:
     loss(model, 3).backward()
 
 
+def held_and_zeroed(model: Any, no_sync: Any) -> None:
+    with no_sync():
+        loss(model, 2).backward()
+    model.zero_grad(set_to_none=False)
+    loss(model, 3).backward()
+
+
 def held_on_top_of_zeros(model: Any, no_sync: Any) -> None:
     loss(model, 1).backward()
     model.zero_grad(set_to_none=False)
@@ -102,8 +109,12 @@ HELD = [
     held_for_a_branch_that_is_not_taken_again,
     held_until_an_uncompiled_backward,
     held_and_zeroed_by_foreach,
+    held_and_zeroed,
     held_on_top_of_zeros,
 ]
+
+ZEROED = (held_and_zeroed_by_foreach, held_and_zeroed)
+"""On four ranks, of which the last has no rows of the head and looks at other gradients."""
 
 
 def _held(scenario: Callable[[Any, Any], None]) -> dict[int | None, Result]:
@@ -117,7 +128,7 @@ def _held(scenario: Callable[[Any, Any], None]) -> dict[int | None, Result]:
 
 @pytest.mark.parametrize("scenario", HELD, ids=lambda s: s.__name__)
 def test_held_gradients(scenario: Callable[[Any, Any], None]) -> None:
-    for results in run(2, _held, scenario):
+    for results in run(4 if scenario in ZEROED else 2, _held, scenario):
         check(results)
         assert set(results[3].values) == set(results[None].values)
 

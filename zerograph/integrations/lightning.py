@@ -141,13 +141,19 @@ class ZeroGraphFabricStrategy(_DataParallel, FabricModelParallel):  # type: igno
     ) -> None:
         if storage_options is not None or filter is not None:
             raise ConfigError("storage_options and filter are for strategies that write one file", "leave them out")
-        path = Path(self.broadcast(path))
-        tensors = _tensors(state, full=not self._save_distributed_checkpoint)
+        path, as_folder = Path(self.broadcast(path)), self._save_distributed_checkpoint
+        if self.broadcast(path.is_file() if as_folder else path.is_dir()):
+            raise CheckpointError(
+                f"{path} is a {'file' if as_folder else 'folder'}, and save_distributed_checkpoint={as_folder} writes "
+                f"{'a folder' if as_folder else 'one file'}",
+                "save to another path, or delete what is there",
+            )
+        tensors = _tensors(state, full=not as_folder)
         rest = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items() if k not in tensors}
-        if self._save_distributed_checkpoint:
+        if as_folder:
             dcp.save(tensors, checkpoint_id=path)
         if self.global_rank == 0:
-            torch.save(*((rest, path / _METADATA_FILENAME) if path.is_dir() else (tensors | rest, path)))
+            torch.save(*((rest, path / _METADATA_FILENAME) if as_folder else (tensors | rest, path)))
         self.barrier()
 
     def load_checkpoint(

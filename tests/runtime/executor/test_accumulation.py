@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from waits import Unread
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.layout import Layout
+from zerograph.core.plan import tile_params
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import GroupCommunicator
 from zerograph.runtime.executor import accumulation
@@ -92,6 +94,19 @@ def test_what_is_held_comes_with_the_next_gradient(programs: Programs) -> None:
     assert programs.grads() == [7.0, 7.0]
     assert not programs.accumulation.open and programs.accumulation.names == ()
     programs.accumulation.refuse_step()
+
+
+def test_a_parameter_may_be_in_tiles_here_and_whole_there(group: dist.ProcessGroup) -> None:
+    """As one that two frames read, of which one has no product to cut."""
+    weight, whole = nn.Parameter(torch.zeros(4)), replace(spec("w"), shape=(4,))
+    weight.grad, held = torch.zeros(4), GradientAccumulation({"w": weight})
+    comm = GroupCommunicator(group, CPU)
+    for number, tile in enumerate(tile_params(whole, 2)):
+        held.add([tile], [torch.full((2,), 1.0 + number)], comm)
+    held.add([whole], [torch.arange(4.0)], comm)
+    held.reduce_held(lambda _: True)
+    assert weight.grad.tolist() == [1.0, 2.0, 4.0, 5.0]
+    assert held.names == ()
 
 
 def test_it_adds_to_a_gradient_that_is_there(programs: Programs) -> None:
