@@ -285,7 +285,8 @@ def backend(*positional: Any, **options: Any) -> Backend:
             loses nothing.
         reduce_wire: likewise what gradients of matrices are sent over a network as, "bf16", "int8" or "int4"; they are
             summed in float32. CPU ranks that share a host's memory send nothing.
-        bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.
+        bucket_size: bytes of gathered parameters per collective, or of one larger parameter: an int, or a text such as
+            ``"32MiB"``.
         prefetch: buckets gathered ahead, where memory allows; at stage 3 at most ``prefetch + 1`` are gathered at once.
         recompute: activations that the backward computes again: "auto" (those that the partitioner finds cheap; with
             ``memory`` also as many layers as it takes to fit), "none" (all are saved), "full" (every repeated layer

@@ -182,31 +182,33 @@ class SharedMemoryCommunicator:
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
         """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         dense = [summable(g, p).contiguous() for p, g in zip(params, grads, strict=True)]
-        scattered = self._start(params, dense, sharded=True)
-        return _Reducing(params, dense, scattered, self._start(params, dense, sharded=False))
+        tickets = []
+        for sharded in (True, False):
+            members = [i for i, p in enumerate(params) if p.sharded is sharded]
+            pieces = [(dense[i], params[i].summed_elements) for i in members]
+            own = [params[i] for i in members]
+            tickets.append((self.begin_reduce(own, pieces, sharded=sharded), members) if members else None)
+        return _Reducing(params, dense, *tickets)
 
-    def _start(self, params: Sequence[Param], grads: list[Tensor], *, sharded: bool) -> tuple[int, list[int]] | None:
-        members = [i for i, p in enumerate(params) if p.sharded == sharded]
-        if not members:
-            return None
-        pieces = _summed([(grads[i], params[i].summed_elements) for i in members])
-        begin = self.mailbox.start_reduce if sharded else self.mailbox.start_all_reduce
-        with self._explained("reduce", params):
-            return begin(self._tag([params[i] for i in members]), pieces), members
-
-    def begin_reduce(self, params: Sequence[Param], pieces: Sequence[tuple[Tensor, int]]) -> int:
+    def begin_reduce(
+        self, params: Sequence[Param], pieces: Sequence[tuple[Tensor, int]], *, sharded: bool = True
+    ) -> int:
         """Show the other ranks ``pieces`` of gradients of these parameters, which stay as they are until
-        :meth:`end_reduce`; each rank sums so many elements of each, in the order of ranks. Returns the ticket."""
+        :meth:`end_reduce`; each rank sums so many elements of each, in the order of ranks. Returns the ticket.
+
+        ``sharded``: each rank gets its own sums, and not all of them.
+        """
+        begin = self.mailbox.start_reduce if sharded else self.mailbox.start_all_reduce
+        summed = [(piece.data_ptr(), piece.numel(), own, _wire_of(piece.dtype)) for piece, own in pieces]
         with self._explained("reduce", params):
-            return self.mailbox.start_reduce(self._tag(params), _summed(pieces))
+            return begin(self._tag(params), summed)
 
-    def end_reduce(self, params: Sequence[Param], ticket: int, outs: Sequence[Tensor], scale: float) -> None:
-        """Write this rank's part of each sum, times ``scale``, into its memory in ``outs``, in the dtype of that."""
-        self._end_reduce(params, ticket, outs, self.mailbox.finish_reduce, scale)
-
-    def _end_reduce(
-        self, params: Sequence[Param], ticket: int, outs: Sequence[Tensor], finish: Callable[..., None], scale: float
+    def end_reduce(
+        self, params: Sequence[Param], ticket: int, outs: Sequence[Tensor], scale: float, *, sharded: bool = True
     ) -> None:
+        """Write this rank's part of each sum, or all of it, times ``scale`` into its memory in ``outs``, in their
+        dtypes."""
+        finish = self.mailbox.finish_reduce if sharded else self.mailbox.finish_all_reduce
         places = [(out.data_ptr(), _wire_of(out.dtype)) for out in outs]
         self._finish("reduce", params, ticket, partial(finish, ticket, places, scale))
 
@@ -214,12 +216,11 @@ class SharedMemoryCommunicator:
         """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         shapes = [p.shard_shape(self.rank) for p in pending.params]
         results = [torch.empty(s, dtype=torch_dtype(p.dtype)) for s, p in zip(shapes, pending.params, strict=True)]
-        finish = {True: self.mailbox.finish_reduce, False: self.mailbox.finish_all_reduce}
         for sharded, part in ((True, pending.scattered), (False, pending.unsharded)):
             if part is not None:
                 ticket, members = part
-                outs = [results[i] for i in members]
-                self._end_reduce(pending.params, ticket, outs, finish[sharded], 1.0 / self.world_size)
+                own, outs = [pending.params[i] for i in members], [results[i] for i in members]
+                self.end_reduce(own, ticket, outs, 1.0 / self.world_size, sharded=sharded)
         return results
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _Exchanging:
@@ -294,10 +295,6 @@ def _wire_of(dtype: torch.dtype) -> _core.DType:
 def summable(grad: Tensor, param: Param) -> Tensor:
     """The mailbox sums in float32 at least; only a wider reduction needs a wider gradient."""
     return grad.double() if param.reduce_dtype == "float64" else grad
-
-
-def _summed(pieces: Sequence[tuple[Tensor, int]]) -> list[tuple[int, int, int, _core.DType]]:
-    return [(piece.data_ptr(), piece.numel(), own, _wire_of(piece.dtype)) for piece, own in pieces]
 
 
 def _digest(params: Sequence[Param]) -> int:

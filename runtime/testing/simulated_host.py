@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from zerograph.core.machine import Way
 from zerograph.runtime.buffers import BufferPool
+from zerograph.runtime.offload.background import Background
 from zerograph.runtime.offload.host import Pairs
 from zerograph.runtime.offload.nvme import huge_tensor
 from zerograph.runtime.timings import Purpose, Timings
@@ -26,7 +26,7 @@ class SimulatedHost:
 
     def __init__(self) -> None:
         self.device, self.timings = torch.device("cpu"), Timings()
-        self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
+        self._copies = Background("zerograph-copy")
         self._above, self._staged = BufferPool(self.room), BufferPool(huge_tensor)
 
     @torch.inference_mode(False)
@@ -61,10 +61,8 @@ class SimulatedHost:
 
     def after_copies(self, job: Callable[[], None]) -> Future[None]:
         """See :data:`~zerograph.runtime.offload.host.AfterCopies`."""
-        thread = self._threads.get(os.getpid())
-        if thread is None:
-            thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
-        return thread.submit(_run, job)
+        # Tensors of the caller's may be made in inference mode, which threads do not inherit.
+        return self._copies.start(torch.inference_mode()(job))
 
 
 class _Copying:
@@ -76,11 +74,6 @@ class _Copying:
         self._future.result()
 
     arrive = wait
-
-
-@torch.inference_mode()  # in which tensors of the caller's may be made, and which threads do not inherit
-def _run(job: Callable[[], None]) -> None:
-    job()
 
 
 def _copy(pairs: Pairs) -> None:

@@ -55,54 +55,10 @@ PLANNED = (
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The arguments of one backend.
+    """The arguments of one backend, as :func:`zerograph.backend` explains them, once read: sizes are bytes, and None
+    where the plan or the device decides.
 
     Attributes:
-        stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).
-            "auto" shards all of it and keeps those gathered parameters from forward to backward that ``memory`` has
-            room for.
-        mesh: device mesh to shard over, along the last of its dimensions; along a first of two there are replicas. None
-            is the default process group.
-        dtype: dtype of gathered parameters and of compute; None is each parameter's own.
-        reduce_dtype: dtype gradients are summed in; None is float32 under 16-bit compute, else the gradient's own.
-        gather_wire: what matrices are gathered as; None is the compute dtype.
-        reduce_wire: what gradients of matrices are sent over a network as; None is the dtype of the reduction.
-        bucket_size: bytes of gathered parameters that travel in one collective, at most (one large parameter may
-            exceed it).
-        prefetch: buckets gathered ahead of the one in use, at most; then ``prefetch + 1`` are unsharded at stage 3.
-        recompute: activations that the backward computes again instead of reading what the forward saved. "auto": those
-            that AOTAutograd's min-cut partitioner finds cheaper to compute than to save; "none": no more than the
-            user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number
-            from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
-        tile: parts that parameters are gathered, used and reduced in, one after another, so that none of them is
-            whole: as many of each that is larger than a bucket, or by patterns of names. "off" leaves them whole, and
-            so does "auto" unless ``offload`` moves something and a plan is searched, which then chooses.
-        offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,
-            gradients, parameters; "auto" chooses per bucket what has to leave for the step to fit ``memory``.
-        tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone, unless
-            its machine is split.
-        update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
-            slots and back; "auto" is what a search finds faster.
-        host_memory: bytes of the host's memory that a rank may use; None is its share of what is free.
-        activations: where what the forward saves of repeated layers waits for the backward: on the device ("keep"), on
-            the "host" or on "nvme"; "auto" keeps it, unless ``offload`` moves something and a plan is searched, which
-            then chooses by layer.
-        path: folders on NVMe, over which what goes there is striped.
-        nvme: bytes that a rank reserves there; None is what the plan needs, if the folders have that.
-        loss_tiles: parts over tokens that head and loss run in, so that logits never exist whole; 1 leaves them whole,
-            "auto" does too unless a plan is searched, which then takes as few as the budget needs.
-        token_tiles: parts over tokens that the MLPs of recomputed layers run in; more than 1 recompute all layers where
-            ``recompute`` is "auto". 1 runs them whole, "auto" does too unless a plan is searched and nothing else fits.
-        batch_tiles: parts of the batch that layers run for, all of a layer one part after another; else as
-            ``token_tiles``.
-        loss_only: whether a forward that trains returns None in place of logits and whatever else is no loss.
-        compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
-        plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
-        memory: bytes of device memory that a rank may use. Arguments left free are then searched for the fastest step
-            that fits: residencies at stage "auto", recomputation per layer when that is "auto", bucket size and
-            prefetch unless they were given, and what leaves with ``offload="auto"``. None searches nothing, but is all
-            of a GPU where something is "auto".
-        machine: how fast compute and links are, for that search; None is the preset closest to the device.
         given: names of the arguments that the user gave.
     """
 
