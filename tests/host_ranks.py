@@ -46,7 +46,9 @@ def run_on(hosts: list[Any], function: Function, *args: Any, limit: float = LIMI
     finally:
         for process in processes:
             process.kill()
-            process.join()
+        for process in processes:
+            process.join(60)
+            assert not process.is_alive(), "a rank that was killed has not ended"
 
 
 def _result(pipe: Connection) -> Any:

@@ -146,7 +146,7 @@ def test_hosts_of_cpus_are_known_and_said(model: Path, tmp_path: Path, asked: tu
     result = run(*given, "--world", "4")
     assert result.exit_code == 0, result.stderr
     plan = PlanFile.from_json(out.read_text()).plan
-    assert (plan.hosts, plan.reductions) == (2, 2)
+    assert (plan.hosts, plan.reductions) == (2, 3)
     assert re.search(r"^hosts +2 hosts of 2 ranks, which communicate in two levels$", result.stdout, re.MULTILINE)
     assert json.loads(CliRunner().invoke(main, ["show", str(out), "--json"]).stdout)["hosts"] == 2
     if asked:

@@ -176,6 +176,6 @@ def test_a_dry_run_makes_the_plan_of_training(tmp_path: Path) -> None:
             asked["memory"] = parse_bytes(asked["memory"])
         planned = plan_file("tests", _made, machine_named("cpu"), world=WORLD, **asked).plan
         trained = Plan.from_json((tmp_path / name).read_text())
-        assert (planned.hosts, planned.reductions) == (2, 2)
+        assert (planned.hosts, planned.reductions) == (2, 3)
         assert planned == trained
     assert any(bucket.residency == "host" for bucket in planned.buckets)

@@ -304,4 +304,4 @@ def test_losses_are_those_of_one_process(stage: int, memory: int | None) -> None
     found = run(WORLD, _trained, stage, memory)
     torch.testing.assert_close(torch.tensor([losses for losses, *_ in found]), torch.tensor(_plainly()))
     # A reduction is on its way between hosts while the next one is summed inside of them.
-    assert {(name, reductions) for _, name, reductions in found} == {(TWO_LEVELS, 2)}
+    assert {(name, reductions) for _, name, reductions in found} == {(TWO_LEVELS, 3)}

@@ -74,8 +74,9 @@ def plan_step(
         overlap=overlap,
         replicas=replicas,
         hosts=1 if any(p.experts > 1 for p in step.params) else hosts,  # experts are gathered over other ranks
-        # One is on its way to replicas, or between hosts, while the next one is summed where ranks are near.
-        reductions=1 if replicas == hosts == 1 else 2,
+        # One is on its way to replicas, or between hosts, while the next one is summed where ranks are near. Ranks of
+        # several hosts are never at quite the same place: a third lets none wait for another's part.
+        reductions=3 if hosts > 1 else 2 if replicas > 1 else 1,
     )
 
 
