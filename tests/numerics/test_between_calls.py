@@ -6,7 +6,6 @@ Tests ``optim/check.py``.
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -39,11 +38,11 @@ class Branches(nn.Module):
         return self.head(torch.tanh(self.left(x) if left else self.right(x)))
 
 
-def made(stage: int | None, **options: Any) -> tuple[Branches, Any]:
+def made(stage: int | None, of: type[Branches] = Branches, **options: Any) -> tuple[Branches, Any]:
     """A model and its backend; of the plain model (None) with a ``no_sync`` that does nothing."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Branches()
+    model = of()
     if stage is None:
         return model, contextlib.nullcontext
     backend = zerograph.backend(stage=stage, compute="eager", **options)
@@ -265,16 +264,26 @@ def test_a_step_before_the_first_call_does_nothing() -> None:
 # Modules.
 
 
+class Tied(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.right.weight = self.left.weight
+
+    def forward(self, x: Tensor, left: bool = True) -> Tensor:
+        return self.head(torch.tanh(self.right(torch.tanh(self.left(x)))))
+
+
 def _to() -> None:
-    for stage in (0, 1, 3):
-        model, _ = made(stage)
-        plain = copy.deepcopy(Branches())
+    for stage, of in ((0, Branches), (1, Tied), (3, Tied)):
+        model, _ = made(stage, of)
+        plain = of()
         plain.load_state_dict(full_values(model))
         loss(model, 1).backward()
         model.to("cpu")
         model.double()
         x = torch.randn(2, 8, generator=seeded(1)).double()
-        assert torch.allclose(model(x), plain.double()(x), atol=1e-12)
+        for call in (model, model.forward):  # compiled and not
+            assert torch.allclose(call(x), plain.double()(x), atol=1e-12)
 
 
 def test_modules_change_their_dtype() -> None:

@@ -18,7 +18,7 @@ from zerograph.sharding.spec import ShardSpec, default_reduce_dtype
 
 
 def spec(name: str, dtype: torch.dtype = torch.float32) -> ShardSpec:
-    return ShardSpec(name, "", dtype, dtype, False)
+    return ShardSpec(name, "", dtype, dtype, False, follows=dtype is torch.float32)  # that of parameters here
 
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -171,3 +171,20 @@ def test_a_parameter_without_values_cannot_be_read_in_a_forward() -> None:
 def test_gradients_are_summed_in_no_less_than_float32(computes: torch.dtype, reduced: torch.dtype) -> None:
     assert default_reduce_dtype(computes) is reduced
     assert spec("w").computing_in(computes) == ShardSpec("w", "", computes, reduced, False)
+
+
+def test_a_reduce_dtype_that_the_user_gave_stays() -> None:
+    given = spec("w", torch.float64)._replace(reduce_dtype=torch.float32, keeps_reduce_dtype=True)
+    assert given.computing_in(torch.bfloat16).computing_in(torch.float64) == given
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_modules_of_a_tied_parameter_compute_alike_after_a_change_of_its_dtype(follows: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = weight = model[0].weight
+    for module in model:
+        present(module, "weight", weight, spec("0.weight")._replace(follows=follows))
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        model.to(dtype)
+        computes = {module._zg_specs["weight"].dtype for module in model}
+        assert computes == {dtype if follows else torch.float32} and weight.dtype is dtype

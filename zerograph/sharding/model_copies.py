@@ -37,8 +37,7 @@ def take_over(
         if id(param) in known:
             continue
         if id(param) not in taken:
-            spec = specs[attribute]
-            _check(spec, param, config, ranks)
+            spec = _checked(specs[attribute], param, config, ranks)
             used = {f.name for f, _ in taken.values()}
             taken[id(param)] = (spec._replace(name=unique(spec.name, used, mine)), param)
         specs[attribute] = taken[id(param)][0]
@@ -59,12 +58,14 @@ def _specs_of(roots: Sequence[nn.Module]) -> Iterator[tuple[dict[str, ShardSpec]
                 yield specs, attribute, param
 
 
-def _check(spec: ShardSpec, param: nn.Parameter, config: Config, ranks: Ranks) -> None:
+def _checked(spec: ShardSpec, param: nn.Parameter, config: Config, ranks: Ranks) -> ShardSpec:
+    """``spec``, with what another ``config`` says to a change of the parameter's dtype."""
     # `spec_of` refuses DTensors: asked of a plain stand-in, it says what this backend would do.
     plain = torch.empty(param.shape, dtype=param.dtype, device="meta")
     wanted = spec_of(plain, spec.name, config, ranks.mesh)
     if ranks.host is not None:
         wanted = wanted._replace(device=spec.device)  # the first plan moves what has to
+    spec = spec._replace(follows=wanted.follows, keeps_reduce_dtype=wanted.keeps_reduce_dtype)
     if wanted != spec:
         differing = [f for f in ShardSpec._fields if getattr(wanted, f) != getattr(spec, f)]
         raise UnsupportedError(
@@ -73,6 +74,7 @@ def _check(spec: ShardSpec, param: nn.Parameter, config: Config, ranks: Ranks) -
             "give the copy's backend the arguments of the original's, or load the values into a plain model: "
             "zerograph.export(model, path)",
         )
+    return spec
 
 
 def _settings(spec: ShardSpec, fields: list[str]) -> str:

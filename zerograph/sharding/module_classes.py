@@ -96,9 +96,10 @@ class ShardedModule:
             params.clear()
             params.update({name: everything[name] for name in order})
         for name, param in outward.items():
-            spec, dtype = self._zg_specs[name], param.dtype
+            spec = self._zg_specs[name]
             _set_values(param, _converted(param, fn, spec), spec)
-            if spec.dtype == dtype != param.dtype:
+            # A tied parameter has the new dtype already when its second module comes.
+            if spec.follows and spec.dtype != param.dtype:
                 self._zg_specs = {**self._zg_specs, name: spec.computing_in(param.dtype)}
         return self
 
@@ -246,12 +247,12 @@ def unshard(param: Tensor, spec: ShardSpec) -> Tensor:
         return _unsharded(param.to_local(), param.shape, spec)
     if (spec.sharded and spec.group) or not isinstance(param, nn.Parameter):
         return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
-    return UNSHARD(param, list(param.shape), *spec[:-1])
+    return UNSHARD(param, list(param.shape), *spec.constants)
 
 
 def _unsharded(local: Tensor, shape: Sequence[int], spec: ShardSpec) -> Tensor:
     ranks = shape[spec.dim] // local.shape[spec.dim] if spec.dim else 1
-    return unfolded(UNSHARD(local, folded(shape, spec.dim, ranks), *spec[:-1]), shape, spec.dim)
+    return unfolded(UNSHARD(local, folded(shape, spec.dim, ranks), *spec.constants), shape, spec.dim)
 
 
 skip_frame(_unsharded)

@@ -291,10 +291,10 @@ def spec_of(
             "store its real and imaginary parts as two real parameters, or make it dense",
         )
     floating = param.is_floating_point()
-    dtype = config.dtype if config.dtype is not None and floating else param.dtype
-    reduce_dtype = config.reduce_dtype
-    if reduce_dtype is None:
-        reduce_dtype = default_reduce_dtype(dtype)
+    dtype = config.dtype if floating else None
+    reduce_dtype = config.reduce_dtype if floating else None
+    computes = dtype or param.dtype
+    reduces = reduce_dtype or default_reduce_dtype(computes)
     own = _shared_over(parallel, mesh)
     world = shard_ranks(own) if own is not None else 1
     alone = mesh is None or (is_expert(param) and world == 1)
@@ -305,7 +305,8 @@ def spec_of(
     if axes is not None and parallel is not None and is_expert(param):
         axes = axes_of_experts(axes, our_axes(parallel.both).get_group(), parallel.mesh.size())
     group = axes.name if axes is not None else ""
-    return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, dim is not None, dim=dim or 0)
+    spec = ShardSpec(name, group, computes, reduces, dim is not None, dim=dim or 0)
+    return spec._replace(follows=dtype is None, keeps_reduce_dtype=reduce_dtype is not None)
 
 
 def _dimension(param: Tensor, parallel: Parallel | None, ranks: int) -> int | None:

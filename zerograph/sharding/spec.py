@@ -15,7 +15,7 @@ from zerograph.sharding.parallel import Parallel
 
 
 class ShardSpec(NamedTuple):
-    """How the marker of one parameter is to be read; all but the last travel in the graph as constants.
+    """How the marker of one parameter is to be read.
 
     Attributes:
         name: fully qualified name in the sharded model.
@@ -25,6 +25,8 @@ class ShardSpec(NamedTuple):
         sharded: split by rows over the ranks of ``group``, or unsharded on each.
         device: of the full tensor, where the outward parameter is off the accelerator that computes; else None.
         dim: along which the ranks split it. Graphs have it :func:`~zerograph.core.layout.folded`, as if by rows.
+        follows: whether ``dtype`` is that of the parameter, whichever it gets; else the user gave it.
+        keeps_reduce_dtype: whether the user gave ``reduce_dtype``.
     """
 
     name: str
@@ -34,6 +36,13 @@ class ShardSpec(NamedTuple):
     sharded: bool
     device: torch.device | None = None
     dim: int = 0
+    follows: bool = True
+    keeps_reduce_dtype: bool = False
+
+    @property
+    def constants(self) -> tuple[str, str, torch.dtype, torch.dtype, bool, torch.device | None]:
+        """The arguments of the parameter's markers in graphs, after the shape."""
+        return self[:6]
 
     def described(self, param: Tensor, ranks: int, parallel: Parallel | None = None) -> Param:
         """``param``, the outward one, as plans and transports know it: so many ``ranks`` share it, or of one that lies
@@ -53,7 +62,8 @@ class ShardSpec(NamedTuple):
 
     def computing_in(self, dtype: torch.dtype) -> ShardSpec:
         """That of the same parameter in another compute dtype."""
-        return self._replace(dtype=dtype, reduce_dtype=default_reduce_dtype(dtype))
+        reduce_dtype = self.reduce_dtype if self.keeps_reduce_dtype else default_reduce_dtype(dtype)
+        return self._replace(dtype=dtype, reduce_dtype=reduce_dtype)
 
 
 def default_reduce_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -42,7 +42,7 @@ def read_uncompiled(
         return param
     local = param.to_local() if isinstance(param, DTensor) else param
     if not spec.group:
-        return UNSHARD(local, list(param.shape), *spec[:-1])
+        return UNSHARD(local, list(param.shape), *spec.constants)
     if reads is None:  # the model came from a file
         reads = reads_of(spec.group, spec.device or local.device)
     described = spec.described(param, reads.comm.world_size, parallel)
