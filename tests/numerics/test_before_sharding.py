@@ -83,12 +83,16 @@ def test_optimizer_states_from_before_the_first_call_are_those_of_rank_0() -> No
 
 def _first_call(mine: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     sizes, options = mine[dist.get_rank()]
-    steps = options.pop("steps", 0)
+    before = options.pop("before", "")
     model = Net(**sizes)
-    if steps:
+    if before == "frozen":
+        model.layers[0].bias.requires_grad_(False)
+    elif before:
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.zeros(2, 6)).sum().backward()
-        optimizer.step()
+        if before == "step":
+            optimizer.step()
+            optimizer.zero_grad()
     model.compile(backend=zerograph.backend(compute="eager", **options))
     model(torch.zeros(2, 6))
 
@@ -100,9 +104,11 @@ def _first_call(mine: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         ({}, {"bucket_size": 64}, "rank 1 has bucket_size=64"),
         ({"layers": 2}, {}, "rank 1 has parameter layers.1.weight (6, 6) torch.float32"),
         ({"buffers": 1}, {}, "rank 0 has nothing more, rank 1 has buffer buffer0 (1,) torch.float32"),
-        ({}, {"steps": 1}, "rank 1 has state exp_avg of layers.0.bias in Adam: (6,) torch.float32"),
+        ({}, {"before": "step"}, "rank 1 has state exp_avg of layers.0.bias in Adam: (6,) torch.float32"),
+        ({}, {"before": "backward"}, "rank 1 has parameter layers.0.weight (6, 6) torch.float32, with a gradient"),
+        ({}, {"before": "frozen"}, "rank 1 has parameter layers.0.bias (6,) torch.float32, frozen"),
     ],
-    ids=["stage", "bucket size", "layer", "buffer", "optimizer"],
+    ids=["stage", "bucket size", "layer", "buffer", "optimizer", "gradient", "frozen"],
 )
 def test_ranks_that_differ_all_get_an_error_before_anything_is_sharded(
     sizes: dict[str, Any], options: dict[str, Any], message: str

@@ -96,7 +96,8 @@ class Agreement:
         first, other = next((a, b) for a, b in pairs if a != b)
         raise CollectiveMismatch(
             f"ranks shard different models, or in different ways: rank 0 has {first}, rank {rank} has {other}",
-            "build the same model on every rank, and give zerograph.backend the same arguments",
+            "build the same model on every rank, with gradients of the same parameters, and give zerograph.backend the "
+            "same arguments",
         )
 
     def check(self, code: str, program: Program) -> None:

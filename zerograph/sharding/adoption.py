@@ -251,11 +251,19 @@ def _refuse_meta(params: Sequence[nn.Parameter]) -> None:
 
 
 def _given(config: Config, roots: Sequence[nn.Module], objects: Sequence[Any]) -> list[str]:
-    """Facts that must be equal on all ranks before anything is sharded, a line each. Budgets and batches may differ."""
+    """Facts that must be equal on all ranks before anything is sharded, a line each. Budgets and batches may differ.
+
+    All ranks average the gradients that there are already.
+    """
     names = ("stage", "dtype", "reduce_dtype", "gather_wire", "reduce_wire", "bucket_size", "prefetch", "recompute")
     lines = [f"{name}={getattr(config, name)}" for name in names]
     for root in roots:
-        lines += [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in root.named_parameters()]
+        lines += [f"parameter {n} {_described(p)}" for n, p in root.named_parameters()]
         lines += [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in root.named_buffers()]
         lines += early_states(dict(root.named_parameters()), objects)
     return lines
+
+
+def _described(param: nn.Parameter) -> str:
+    notes = ["frozen"] * (not param.requires_grad) + ["with a gradient"] * (param.grad is not None)
+    return ", ".join([f"{tuple(param.shape)} {param.dtype}", *notes])
