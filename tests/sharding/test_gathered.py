@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from toy import Toy, adamw, build, compiled, differing, full, train
 
 import zerograph
 from zerograph.core.errors import ShardingError
+from zerograph.sharding.gathered import group_of
 
 
 def _looks_plain(stage: int) -> None:
@@ -148,3 +154,43 @@ def _flat_weights() -> None:
 
 def test_recurrent_modules() -> None:
     run(2, _flat_weights)
+
+
+def _tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    expected = model[0].weight.detach().clone()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    for hooks in (model[0]._forward_hooks, model[0]._forward_pre_hooks):
+        hooks.clear()  # they cannot be pickled
+    zerograph.shard(model, zerograph.backend(stage=3, mesh=mesh["dp"]))
+    with zerograph.gathered(model):
+        assert b"zerograph" not in pickle.dumps(model)
+        other = copy.deepcopy(model)
+    zerograph.shard(other, zerograph.backend(stage=3))
+    assert torch.equal(full(other)["0.weight"], expected)
+    assert torch.equal(full(model)["0.weight"], expected)
+
+
+def test_a_tensor_parallel_module_is_copied_as_a_plain_one() -> None:
+    run(2, _tensor_parallel)
+
+
+def _on_a_part_of_the_job(path: Path) -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() == 2:
+        return
+    model = build()
+    zerograph.shard(model, zerograph.backend(stage=3, mesh=mesh))
+    with zerograph.gathered(model, writeback=True):
+        assert group_of(model) is group_of(model.up) is mesh.get_group()
+        with zerograph.gathered(model.up, writeback=True):
+            model.up.weight.data.fill_(3.0)
+        zerograph.export(model, path)
+    assert torch.equal(full(model)["up.weight"], torch.full((8, 4), 3.0))
+
+
+def test_ranks_beside_the_mesh_need_not_take_part(tmp_path: Path) -> None:
+    run(3, _on_a_part_of_the_job, tmp_path / "model.safetensors")
+    assert load_file(tmp_path / "model.safetensors")["up.weight"].eq(3).all()

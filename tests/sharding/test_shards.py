@@ -15,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from zerograph.core.errors import CheckpointError, ConfigError
 from zerograph.runtime.dtensors import is_sharded, placements_of
 from zerograph.sharding import shards
+from zerograph.sharding.gathered import group_of
 
 SHAPES = [(4, 3), (5, 2), (1, 3), (3,), (0, 2)]
 
@@ -63,7 +64,7 @@ def test_a_plain_parameter_is_its_own_shard() -> None:
     local = torch.zeros(3)
     shards.send_from_first(torch.ones(3), local, None, param)
     assert torch.equal(local, torch.ones(3))
-    assert shards.group_of(nn.Linear(2, 2)) is None and shards.is_first(None)
+    assert group_of(nn.Linear(2, 2)) is None and shards.is_first(None)
 
 
 def _together(fails: bool) -> str:

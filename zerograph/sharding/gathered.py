@@ -8,23 +8,28 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from zerograph.core.arguments import require_flag
 from zerograph.core.errors import ShardingError
 from zerograph.runtime import delayed
+from zerograph.runtime.comm.axes import axes_named
 from zerograph.runtime.comm.rendezvous import noticed
+from zerograph.runtime.joined import everyone_on
 from zerograph.sharding.adopt import model_given
 from zerograph.sharding.module_classes import plain_class
-from zerograph.sharding.shards import full_value, group_of, local_of, on_first_rank, send_from_first
+from zerograph.sharding.shards import default_group, full_value, local_of, on_first_rank, send_from_first
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A parameter shown as a plain one: ``outward`` is sharded, ``plain`` stands in for it, ``at`` says where."""
+    """A parameter shown as a plain one: ``outward`` is sharded over ``group``, ``plain`` stands in for it, ``at`` says
+    where."""
 
     name: str
     outward: nn.Parameter
     plain: nn.Parameter
+    group: ProcessGroup | None
     at: list[tuple[nn.Module, str]]
     writeback: bool
 
@@ -81,8 +86,10 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
 def shown(module: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """``module`` as an instance of its own class that owns ``params``; afterwards as it was."""
     before = {name: module._parameters[name] for name in params}
-    # Without the specs it is copied and pickled as the plain module that it looks like.
-    cls, specs, flat = type(module), module.__dict__.pop("_zg_specs", None), module.__dict__.get("_flat_weights")
+    cls = type(module)
+    # Without these it is copied and pickled as the plain module that it looks like.
+    hidden = (*_OURS, "_flat_weights") if isinstance(module, nn.RNNBase) else _OURS
+    kept = {attribute: module.__dict__.pop(attribute) for attribute in hidden if attribute in module.__dict__}
     module.__class__ = plain_class(module)
     module._parameters.update(params)
     if isinstance(module, nn.RNNBase):
@@ -92,11 +99,33 @@ def shown(module: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[Non
     finally:
         module.__class__ = cls
         module._parameters.update(before)
-        for attribute, value in (("_zg_specs", specs), ("_flat_weights", flat)):
-            if value is not None:
-                module.__dict__[attribute] = value
-            else:
-                module.__dict__.pop(attribute, None)
+        for attribute in hidden:
+            module.__dict__.pop(attribute, None)
+        module.__dict__.update(kept)
+
+
+_OURS = ("_zg_specs", "_zg_parallel", "_zg_reads", "_zg_unsharded")
+"""Attributes of sharded modules that say how their parameters are sharded."""
+
+
+def group_of(model: nn.Module) -> ProcessGroup | None:
+    """The ranks that ``model`` is sharded over, also where it is shown as plain, else those of the default group; None
+    in a lone process."""
+    shown_over = {id(o.plain): o.group for o in _OPEN.values()}
+    for module in model.modules():
+        for attribute, param in module._parameters.items():
+            group = shown_over.get(id(param)) or _group_of(module, attribute)
+            if group is not None:
+                return group
+    return default_group()
+
+
+def _group_of(module: nn.Module, attribute: str) -> ProcessGroup | None:
+    parallel = module.__dict__.get("_zg_parallel", {}).get(attribute)
+    if parallel is not None:
+        return everyone_on(parallel.both)  # type: ignore[no-any-return]
+    spec = module.__dict__.get("_zg_specs", {}).get(attribute)
+    return axes_named(spec.group).everyone if spec is not None and spec.group else None
 
 
 def is_open(params: Iterable[Tensor]) -> bool:
@@ -120,7 +149,8 @@ def _open(module: nn.Module, writeback: bool) -> list[_Opened]:
             if id(param) not in opened:
                 spec = owner.__dict__.get("_zg_specs", {}).get(attribute)
                 device = spec.device if spec is not None else None
-                opened[id(param)] = _Opened(name, param, _stand_in(name, param, writeback, device), [], writeback)
+                plain = _stand_in(name, param, writeback, device)
+                opened[id(param)] = _Opened(name, param, plain, _group_of(owner, attribute), [], writeback)
             opened[id(param)].at.append((owner, attribute))
     return list(opened.values())
 

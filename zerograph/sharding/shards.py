@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.layout import largest, rows_of
-from zerograph.runtime.comm.axes import axes_named, axes_of
+from zerograph.runtime.comm.axes import axes_of
 from zerograph.runtime.dtensors import (
     group_of_ranks,
     has_first_replica,
@@ -26,19 +26,8 @@ from zerograph.runtime.dtensors import (
     split_over,
     splits,
 )
-from zerograph.runtime.joined import everyone_on, other_axis, our_axes
+from zerograph.runtime.joined import other_axis, our_axes
 from zerograph.runtime.torch_private import as_dtensor, local_tensor
-
-
-def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that ``model`` is sharded over, else those of the default group; None in a lone process."""
-    for module in model.modules():
-        for parallel in module.__dict__.get("_zg_parallel", {}).values():
-            return everyone_on(parallel.both)  # type: ignore[no-any-return]
-        for spec in module.__dict__.get("_zg_specs", {}).values():
-            if spec.group:
-                return axes_named(spec.group).everyone
-    return default_group()
 
 
 def default_group() -> dist.ProcessGroup | None:

@@ -22,7 +22,8 @@ from zerograph.core.arguments import require
 from zerograph.core.errors import CheckpointError
 from zerograph.runtime.comm.rendezvous import noticed
 from zerograph.sharding.adopt import model_given
-from zerograph.sharding.shards import gather_to_first, group_of, is_first, on_first_rank
+from zerograph.sharding.gathered import group_of
+from zerograph.sharding.shards import gather_to_first, is_first, on_first_rank
 
 log = logging.getLogger(__name__)
 

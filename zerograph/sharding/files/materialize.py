@@ -23,8 +23,8 @@ from zerograph.sharding.files.export import plain_name
 from zerograph.sharding.files.room import Room
 from zerograph.sharding.files.shard_files import read_files
 from zerograph.sharding.forward import FORWARDS
-from zerograph.sharding.gathered import shown
-from zerograph.sharding.shards import group_of, local_of, on_first_rank, send_from_first
+from zerograph.sharding.gathered import group_of, shown
+from zerograph.sharding.shards import local_of, on_first_rank, send_from_first
 
 log = logging.getLogger(__name__)
 
