@@ -6,22 +6,28 @@ Tests ``compiler/repetition/shorten.py``, ``compiler/repetition/layer_nodes.py``
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zerograph
 from zerograph.compiler.repetition.layer_nodes import NotRepeated
-from zerograph.compiler.repetition.shorten import LEAST, Shortened, shorten
+from zerograph.compiler.repetition.repeat import Joint, Repeat
+from zerograph.compiler.repetition.shorten import LEAST, Shortened, few_layers, joint_of, shorten
 from zerograph.core.machine import machine_named
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import forecast_file
+from zerograph.graph.layers import module_of
 
 pytestmark = pytest.mark.costly
 
@@ -356,6 +362,78 @@ def graph_of(model: nn.Module) -> Shortened:
 def test_graphs_in_which_layers_differ_are_not_shortened(make: Callable[[], nn.Module], reason: str) -> None:
     with pytest.raises(NotRepeated, match=reason):
         graph_of(make())
+
+
+def keeps_products() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+def keeps_activations() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.gelu.default])
+
+
+ASKED = count()
+
+
+def keeps_products_of_every_second_layer() -> Any:
+    return keeps_products() if next(ASKED) % 2 else keeps_activations()
+
+
+class Selective(Model):
+    def __init__(self, *policies: Callable[[], Any]) -> None:
+        super().__init__([Layer(i) for i in range(DEPTH)])
+        self.policies = policies
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            keeps = self.policies[i * len(self.policies) // DEPTH]
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=keeps)
+        return self.head(self.norm(x)).mean()
+
+
+class Partials(Selective):
+    """Of each layer its own."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            keeps = partial(create_selective_checkpoint_contexts, [torch.ops.aten.gelu.default])
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=keeps)
+        return self.head(self.norm(x)).mean()
+
+
+def kept(joint: Joint) -> Counter[tuple[str, str]]:
+    """How many results of each operator the forward is to keep, of each layer."""
+    nodes = [n for n in joint.gm.graph.nodes if n.meta.get("recompute") is CheckpointPolicy.MUST_SAVE]
+    return Counter((re.findall(r"layers.\d+", module_of(n) or "")[0], str(n.target)) for n in nodes)
+
+
+@pytest.mark.parametrize(
+    ("make", "repeats"),
+    [
+        (lambda: Selective(keeps_products), True),
+        (Partials, True),
+        (lambda: Selective(keeps_products, keeps_activations, keeps_products), False),
+        (lambda: Selective(keeps_products_of_every_second_layer), False),
+    ],
+    ids=["one policy", "one for each layer", "two policies", "a policy that counts"],
+)
+def test_layers_are_repeated_where_they_are_checkpointed_by_one_policy(
+    make: Callable[[], nn.Module], repeats: bool
+) -> None:
+    found: list[tuple[Repeat | None, Joint | None]] = []
+
+    def trace(gm: fx.GraphModule, inputs: Any) -> Any:
+        found.append((few_layers(gm, inputs), joint_of(gm, inputs)))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(make(), backend=trace, fullgraph=True, dynamic=False)(torch.zeros(1, 32, dtype=torch.int64))
+    ((few, joint),) = found
+    assert joint is not None and (few is not None) == repeats
+    if few is not None:
+        assert kept(few.full) == kept(joint) and len({layer for layer, _ in kept(joint)}) == DEPTH
 
 
 def test_a_shortened_graph_has_the_first_two_and_the_last_two_layers() -> None:

@@ -230,6 +230,9 @@ class _Repeating:
             node.op != "placeholder" and node.target != twin.target
         ):
             raise NotRepeated(f"{node.name} and {twin.name} of two layers are different operators")
+        # A policy of torch.utils.checkpoint may count the operators, or layers, that it is asked about.
+        if node.meta.get("recompute") != twin.meta.get("recompute"):
+            raise NotRepeated(f"{node.name} and {twin.name} of two layers are not recomputed alike")
         # The one argument in which layers may differ: their parameter's name. `_relabel` sets it.
         spec = SPEC_AT.get(node.target, -1)  # type: ignore[call-overload]
         args = tuple(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -306,6 +307,8 @@ class _Shortening:
         ours, theirs = list(a.graph.nodes), list(b.graph.nodes)
         if len(ours) != len(theirs):
             raise NotRepeated("two of its checkpointed regions differ")
+        if not _same_policy(*(region.meta.get("_checkpoint_context_fn") for region in (a, b))):
+            raise NotRepeated("the context_fn of two of its checkpointed regions differ")
         twin = dict(zip(ours, theirs, strict=True))
         for x, y in twin.items():
             if _body(a, x) is not None or _body(b, y) is not None:
@@ -318,6 +321,20 @@ def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     # Checkpointed regions are attributes of the graph, as its constants are.
     found = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
     return found if isinstance(found, fx.GraphModule) else None
+
+
+def _same_policy(a: Any, b: Any) -> bool:
+    """Whether two ``context_fn`` of checkpointed regions are one, or were made alike of the same code."""
+    if isinstance(a, partial) and isinstance(b, partial):
+        same = _same_policy(a.func, b.func) and len(a.args) == len(b.args) and a.keywords.keys() == b.keywords.keys()
+        return same and all(
+            _same_policy(x, y)
+            for x, y in zip((*a.args, *a.keywords.values()), (*b.args, *map(b.keywords.get, a.keywords)), strict=True)
+        )
+    if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+        made = [(f.__code__, f.__closure__, f.__defaults__, f.__kwdefaults__, f.__dict__) for f in (a, b)]
+        return a is b or (made[0] == made[1] and a.__globals__ is b.__globals__)
+    return bool(a == b)
 
 
 def _facts(node: fx.Node) -> list[object]:
