@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from numerics.compare import full_values, mean_over_ranks
+from numerics.compare import full, full_values, mean_over_ranks
 from ranks import run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -304,6 +304,32 @@ def _reads_nothing(kind: type[Model]) -> None:
 @pytest.mark.parametrize("kind", [Model, InPlace])
 def test_a_rank_may_read_nothing(kind: type[Model]) -> None:
     run(2, _reads_nothing, kind)
+
+
+def _grows() -> None:
+    """An expert that comes later is unsharded with the others, in a forward where one rank alone reads it."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    plain = build(KINDS["module"])
+    model, backend = copy.deepcopy(plain), zerograph.backend(stage=1, compute="eager")
+    model.compile(backend=backend)
+    for step in range(2):
+        if step:
+            for each in (plain, model):
+                torch.manual_seed(1)
+                each.experts.experts.append(Expert())
+            zerograph.shard(model, backend)
+        x, where = batch(0, world)
+        where = where + step * (EXPERTS - 1)
+        sum(plain(x[r], where[r]).square().mean() / world for r in range(world)).backward()
+        model(x[rank], where[rank]).square().mean().backward()
+        for (name, param), ours in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert (param.grad is None) == (ours.grad is None), f"step {step}: {name}"
+            if param.grad is not None:
+                torch.testing.assert_close(full(ours.grad), param.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_an_expert_may_come_later() -> None:
+    run(2, _grows)
 
 
 class Separate(Model):

@@ -61,22 +61,24 @@ class Unsharded:
     """The parameters of a module and its children, which are unsharded while it is open.
 
     Attributes:
-        parts: the module and its children.
+        parts: the module and its children, as they were when it was last opened.
         is_shown: whether it is open: in its forward, and while a backward may compute parts of that again.
     """
 
-    def __init__(self, module: nn.Module, reads: UncompiledReads) -> None:
+    def __init__(self, reads: UncompiledReads) -> None:
         self.reads = reads
-        self.parts = weakref.WeakSet(module.modules())
+        self.parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.is_shown = False
-        self._owners = [weakref.ref(part) for part in module.modules() if part.__dict__.get("_zg_specs")]
+        self._owners: list[weakref.ref[nn.Module]] = []
         self._full: dict[int, Tensor] = {}  # by ``id`` of the outward parameter
         self._described: list[Param] = []
         self.bytes = 0
 
-    @property
-    def is_any(self) -> bool:
-        """Whether there are parameters of the backend; copies of a model have their own."""
+    def find(self, module: nn.Module) -> bool:
+        """Look for the parameters in ``module``, which may have got more since, as adapters; returns whether there are
+        any of the backend: copies of a model have their own."""
+        self.parts = weakref.WeakSet(module.modules())
+        self._owners = [weakref.ref(part) for part in module.modules() if part.__dict__.get("_zg_specs")]
         return any(True for _ in self._places())
 
     def open(self, what: str) -> None:
@@ -113,7 +115,7 @@ class Unsharded:
     def _places(self) -> Iterator[tuple[nn.Module, str, ShardSpec, nn.Parameter]]:
         """Where parameters of the backend are now; ``functional_call`` puts other tensors in their places."""
         for owner in (live for ref in self._owners if (live := ref()) is not None):
-            for name, spec in owner.__dict__["_zg_specs"].items():
+            for name, spec in owner.__dict__.get("_zg_specs", {}).items():
                 param = owner._parameters[name]
                 if param is not None and id(param) in self.reads.known:
                     yield owner, name, spec, param
@@ -297,8 +299,8 @@ def _open(call: EagerForward) -> None:
     code = code_of(call.function)
     place = f" ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else ""
     what = f"forward of {type(module).__name__}{place}"
-    unsharded = _KNOWN[module] = _KNOWN.get(module) or Unsharded(module, reads)
-    if not unsharded.is_any:
+    unsharded = _KNOWN[module] = _KNOWN.get(module) or Unsharded(reads)
+    if not unsharded.find(module):
         return
     unsharded.open(what)
     call.opened = unsharded
