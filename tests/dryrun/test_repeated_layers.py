@@ -440,7 +440,7 @@ def test_a_shortened_graph_has_the_first_two_and_the_last_two_layers() -> None:
     model = small()
     short = graph_of(model)
     last = DEPTH - 1
-    assert (short.path, short.traced, short.layers) == ("layers", (0, 1, last - 1, last), tuple(range(DEPTH)))
+    assert short.stack[:3] == ("layers", (0, 1, last - 1, last), tuple(range(DEPTH)))
     per_layer = len(list(model.layers[0].parameters()))  # type: ignore[index]
     assert len(short.inputs) == len(list(model.parameters())) + 1 - (DEPTH - 4) * per_layer
 

@@ -15,6 +15,23 @@ class NotRepeated(Exception):
     """The layers do not repeat as they must; says why."""
 
 
+class Stack(NamedTuple):
+    """A stack of layers, in a graph that has a few of them.
+
+    Attributes:
+        path: the stack's name.
+        traced: the numbers of the layers that are there.
+        layers: of all of them.
+        outputs: of each output of a forward with all layers, the one of this graph that it is, and in which copy of the
+            repeated layer, the last but one; -1 where it is not repeated.
+    """
+
+    path: str
+    traced: Sequence[int]
+    layers: Sequence[int]
+    outputs: Sequence[tuple[int, int]]
+
+
 class LayerPlace(NamedTuple):
     """Where a node of a layer stands: which layer, in which of its stretches, and how far in that."""
 

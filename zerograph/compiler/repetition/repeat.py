@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotRepeated
+from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotRepeated, Stack
 from zerograph.compiler.torch_private import fake_as, is_fake, lazily_coded, outside_fake_mode
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import SPEC_AT, Activation, backward_nodes, is_view
@@ -46,30 +46,18 @@ class Repeat:
 
     Attributes:
         few: the graph that was traced.
-        path: the stack's name.
-        traced: the numbers of its layers there.
-        layers: of all of them.
-        outputs: see :func:`repeat_layers`.
+        stack: the layers, and which of them it has.
         full: the graph of all layers.
     """
 
     few: Joint
-    path: str
-    traced: Sequence[int]
-    layers: Sequence[int]
-    outputs: Sequence[tuple[int, int]]
+    stack: Stack
     full: Joint
 
     @staticmethod
-    def of(
-        few: Joint,
-        path: str,
-        traced: Sequence[int],
-        layers: Sequence[int],
-        outputs: Sequence[tuple[int, int]],
-    ) -> Repeat:
+    def of(few: Joint, stack: Stack) -> Repeat:
         """Raises: NotRepeated."""
-        return Repeat(few, path, traced, layers, outputs, repeat_layers(few, path, traced, layers, outputs))
+        return Repeat(few, stack, repeat_layers(few, stack))
 
     def all_layers(self) -> fx.GraphModule:
         """The graph of all layers once more, after passes have rewritten that of the few.
@@ -77,40 +65,27 @@ class Repeat:
         Raises:
             NotRepeated: they did not do the same to every layer.
         """
-        full = repeat_layers(self.few, self.path, self.traced, self.layers, self.outputs)
+        full = repeat_layers(self.few, self.stack)
         # Callers were told the order of inputs after tracing; passes may not change it.
         if full.inputs != self.full.inputs:
             raise NotRepeated("its inputs are in another order")
         return full.gm
 
 
-def repeat_layers(
-    joint: Joint,
-    path: str,
-    traced: Sequence[int],
-    layers: Sequence[int],
-    outputs: Sequence[tuple[int, int]],
-) -> Joint:
-    """``joint``, of a model in which the stack ``path`` has the layers numbered ``traced``, with ``layers`` instead.
-
-    Args:
-        outputs: of each output of the result's forward, the one of ``joint`` that it is, and in which copy of the
-            repeated layer; -1 where it is not repeated.
+def repeat_layers(joint: Joint, stack: Stack) -> Joint:
+    """``joint``, of a model that has a few layers of ``stack``, with all of them instead.
 
     Raises:
         NotRepeated: its layers are no stretches of the graph, or the two in the middle differ.
     """
     with outside_fake_mode():  # the dry run's
-        return _Repeating(joint, path, traced, layers, outputs).run()
+        return _Repeating(joint, stack).run()
 
 
 @dataclass(slots=True)
 class _Repeating:
     joint: Joint
-    path: str
-    traced: Sequence[int]
-    layers: Sequence[int]
-    outputs: Sequence[tuple[int, int]]
+    stack: Stack
     nodes: LayerNodes = field(default_factory=LayerNodes)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what is not repeated
     copies: dict[tuple[LayerPlace, int], fx.Node] = field(default_factory=dict)
@@ -121,12 +96,12 @@ class _Repeating:
     @property
     def template(self) -> int:
         """The traced layer that is repeated; the one before it and the next lie in the middle too, or are the last."""
-        return len(self.traced) - 2
+        return len(self.stack.traced) - 2
 
     @property
     def count(self) -> int:
         """How many times the template stands in the result."""
-        return len(self.layers) - len(self.traced) + 1
+        return len(self.stack.layers) - len(self.stack.traced) + 1
 
     def run(self) -> Joint:
         nodes = list(self.joint.gm.graph.nodes)
@@ -156,7 +131,7 @@ class _Repeating:
         gm = lazily_coded(self.joint.gm, self.graph)
         gm.graph.lint()
         index = {node: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
-        return Joint(gm, len(self.outputs), static, tuple((index[node], number) for node, number in taken))
+        return Joint(gm, len(self.stack.outputs), static, tuple((index[node], number) for node, number in taken))
 
     def _nodes_of(self, shift: int) -> list[fx.Node]:
         """The nodes of the template, or of the layer so many later."""
@@ -173,7 +148,7 @@ class _Repeating:
         computing = [n for n in nodes if n.op not in ("placeholder", "output")]
         forward = [n for n in computing if n not in behind]
         backward = [n for n in computing if n in behind]
-        order = range(len(self.traced))
+        order = range(len(self.stack.traced))
         self.nodes.add_stretches("forward", forward, [*map(self._label, forward)], order)
         self.nodes.add_stretches("backward", backward, [*map(self._label, backward)], order[::-1])
         self.nodes.add_inputs(
@@ -192,8 +167,8 @@ class _Repeating:
 
     def _label(self, node: fx.Node) -> int | None:
         """The place in the stack of the module that ``node`` belongs to."""
-        found = re.match(rf"{re.escape(self.path)}\.(\d+)(?:\.|$)", module_of(node) or "")
-        return self.traced.index(int(found[1])) if found else None
+        found = re.match(rf"{re.escape(self.stack.path)}\.(\d+)(?:\.|$)", module_of(node) or "")
+        return self.stack.traced.index(int(found[1])) if found else None
 
     def _keep(self, node: fx.Node) -> fx.Node:
         """A node that is not repeated."""
@@ -217,7 +192,7 @@ class _Repeating:
         if node.meta.get("ac_graph_id", -1) > self.regions[0]:
             made.meta["ac_graph_id"] += (self.count - 1) * self.regions[1]
         if layer is not None:
-            number = self.layers[layer] if layer < self.template else self.layers[layer + self.count - 1]
+            number = self.stack.layers[layer] if layer < self.template else self.stack.layers[layer + self.count - 1]
             self._relabel(made, layer, number)
         self.new[node] = made
         return made
@@ -249,7 +224,7 @@ class _Repeating:
         made.meta["val"] = self._value(made, node, twin)
         if "ac_graph_id" in node.meta:
             made.meta["ac_graph_id"] = node.meta["ac_graph_id"] + number * self.regions[1]
-        self._relabel(made, place.layer, self.layers[self.template + number])
+        self._relabel(made, place.layer, self.stack.layers[self.template + number])
         self.copies[place, number] = made
         return made
 
@@ -299,7 +274,7 @@ class _Repeating:
         if len(grads) != len(inputs):
             raise NotRepeated("it returns more than its outputs and a gradient for each input")
         grad_of = dict(zip(inputs, grads, strict=True))
-        results = [self._result(given[i], number) for i, number in self.outputs]
+        results = [self._result(given[i], number) for i, number in self.stack.outputs]
         for source, number in taken:
             if source in grad_of:
                 results.append(self._grad(grad_of, source, number))
@@ -366,20 +341,19 @@ class _Repeating:
     def _relabel(self, node: fx.Node, layer: int, number: int) -> None:
         """Let ``node`` belong to layer ``number`` of the stack, instead of to the one traced in place ``layer``."""
         # Only whole parts of a path: layer 1 is no part of layer 11.
-        replace = _replacer(
-            rf"(^|\.){re.escape(self.path)}\.{self.traced[layer]}(?=\.|$)", rf"\g<1>{self.path}.{number}"
-        )
+        path, traced = self.stack.path, self.stack.traced[layer]
+        replace = _replacer(rf"(^|\.){re.escape(path)}\.{traced}(?=\.|$)", rf"\g<1>{path}.{number}")
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
-            stack = node.meta.get(key)
-            if stack:
-                node.meta[key] = {replace(k): (replace(path), cls) for k, (path, cls) in stack.items()}
+            modules = node.meta.get(key)
+            if modules:
+                node.meta[key] = {replace(k): (replace(name), cls) for k, (name, cls) in modules.items()}
         fact = node.meta.get("zg")
         if isinstance(fact, Activation):
             module, colon, rest = fact.name.partition(":")
             node.meta["zg"] = Activation(f"{replace(module)}{colon}{rest}")
         if node.op == "call_function" and node.target in SPEC_AT:
-            stack = parameters_in(self.path)
-            rename = _replacer(rf"^{re.escape(stack)}\.{self.traced[layer]}(?=\.)", f"{stack}.{number}")
+            stack = parameters_in(path)
+            rename = _replacer(rf"^{re.escape(stack)}\.{traced}(?=\.)", f"{stack}.{number}")
             at = SPEC_AT[node.target]
             node.update_arg(at, rename(str(node.args[at])))
 

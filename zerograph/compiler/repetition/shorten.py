@@ -23,7 +23,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.frame import Frame
-from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotRepeated
+from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotRepeated, Stack
 from zerograph.compiler.repetition.repeat import Joint, Repeat, parameters_in
 from zerograph.compiler.torch_private import as_dynamos, lazily_coded, separate_context, trace_and_split, trace_given
 from zerograph.graph.layers import module_of
@@ -45,21 +45,14 @@ class Shortened:
     Attributes:
         gm: the graph.
         inputs: which inputs of the whole graph are this one's.
-        path: the stack's name.
-        traced: the numbers of its layers that are left.
-        layers: of all of them.
+        stack: the layers, and which of them are left.
         input_of: the input of the whole graph for one of this graph, in the layer so many after the third.
-        outputs: of each output of the whole graph, the one of this graph that it is, and in the layer so many after
-            the third; -1 where no layer is repeated for it.
     """
 
     gm: fx.GraphModule
     inputs: list[int]
-    path: str
-    traced: tuple[int, ...]
-    layers: tuple[int, ...]
+    stack: Stack
     input_of: Callable[[int, int], int]
-    outputs: list[tuple[int, int]]
 
     def repeated(self, joint: Joint) -> Repeat:
         """The joint graph of the whole graph, from this one's.
@@ -69,7 +62,7 @@ class Shortened:
         """
         if joint.outputs != len(self.gm.graph.output_node().args[0]):  # type: ignore[arg-type]
             raise NotRepeated("it returns more than its outputs")
-        found = Repeat.of(joint, self.path, self.traced, self.layers, self.outputs)
+        found = Repeat.of(joint, self.stack)
         # Inputs are repeated layer by layer; the whole graph must have them in that very order.
         given = len(self.inputs)  # behind them are the gradients of the outputs, which no layer has for itself
         order = [self.input_of(i, copy) for i, copy in found.full.inputs if i < given]
@@ -131,7 +124,7 @@ def few_layers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Repeat | None:
     except NotRepeated as reason:
         log.debug("tracing all layers: %s", reason)
         return None
-    log.debug("%s: traced %d of %d layers", short.path, len(short.traced), len(short.layers))
+    log.debug("%s: traced %d of %d layers", short.stack.path, len(short.stack.traced), len(short.stack.layers))
     return found
 
 
@@ -200,10 +193,10 @@ class _Shortening:
 
         traced = tuple(self.numbers[i] for i in kept)
         made = as_dynamos(lazily_coded(self.gm, graph), self.gm)
-        return Shortened(made, inputs, self.path, traced, self.numbers, input_of, outputs)
+        return Shortened(made, inputs, Stack(self.path, traced, self.numbers, outputs), input_of)
 
     def _outputs(self, given: Any) -> tuple[list[Any], list[tuple[int, int]]]:
-        """Which outputs the shortened graph has, and :attr:`Shortened.outputs`.
+        """Which outputs the shortened graph has, and :attr:`Stack.outputs`.
 
         Those of one layer must stand together, and layer after layer: so do their gradients among the joint graph's
         inputs, which are repeated so.

@@ -6,10 +6,10 @@ import logging
 
 from torch import fx
 
-from zerograph import passes
 from zerograph.compiler.repetition.layer_nodes import NotRepeated
 from zerograph.compiler.repetition.repeat import Repeat
 from zerograph.compiler.torch_private import simplify_joint
+from zerograph.passes import PIPELINE
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ def _simplified_once(repeat: Repeat) -> fx.GraphModule:
         NotRepeated: they did not do the same to every layer.
     """
     few = repeat.few.gm
-    # Our two passes that came before Inductor's on the whole graph, so that both graphs stay alike.
-    passes.canonicalize(few)
-    passes.name_activations(few)
+    # Our passes that came before Inductor's on the whole graph, so that both graphs stay alike.
+    for step in (step for step in PIPELINE if step.stage == "traced"):
+        step.run(few, None)
     simplify_joint(few)
     return repeat.all_layers()
