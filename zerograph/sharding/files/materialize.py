@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,7 @@ from zerograph.sharding.adopt import replace_everywhere
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.files.export import plain_name
 from zerograph.sharding.files.room import Room
-from zerograph.sharding.files.shard_files import read_files
+from zerograph.sharding.files.shard_files import UnmadeTensor, read_files
 from zerograph.sharding.forward import FORWARDS
 from zerograph.sharding.gathered import group_of, shown
 from zerograph.sharding.shards import local_of, on_first_rank, send_from_first
@@ -30,20 +29,6 @@ log = logging.getLogger(__name__)
 
 Init = Callable[[nn.Module], Any] | Literal["reset_parameters"] | None
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None
-
-
-@dataclass(slots=True)
-class UnmadeTensor:
-    """A parameter or buffer without memory: its names, where it lives, and this rank's part once it has values;
-    ``leaves`` if it is a shard, which may live off the device, ``on_host`` if that is on the host of an accelerator."""
-
-    tensor: Tensor
-    persistent: bool
-    names: list[str] = field(default_factory=list)
-    at: list[tuple[nn.Module, str]] = field(default_factory=list)
-    local: Tensor | None = None
-    leaves: bool = False
-    on_host: bool = False
 
 
 def files_to_read(init: object, files: object) -> tuple[str, ...]:

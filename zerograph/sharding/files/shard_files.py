@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerograph.core.errors import CheckpointError
 from zerograph.runtime.dtensors import own_slices
@@ -21,19 +22,22 @@ from zerograph.sharding.shards import describe, is_first, local_of
 log = logging.getLogger(__name__)
 
 
-class TensorToRead(Protocol):
-    """A tensor to be read: see :class:`zerograph.sharding.files.materialize.UnmadeTensor`."""
+@dataclass(slots=True)
+class UnmadeTensor:
+    """A parameter or buffer without memory: its names, where it lives, and this rank's part once it has values;
+    ``leaves`` if it is a shard, which may live off the device, ``on_host`` if that is on the host of an accelerator."""
 
     tensor: Tensor
     persistent: bool
-    names: list[str]
-    local: Tensor | None
-    leaves: bool
-    on_host: bool
+    names: list[str] = field(default_factory=list)
+    at: list[tuple[nn.Module, str]] = field(default_factory=list)
+    local: Tensor | None = None
+    leaves: bool = False
+    on_host: bool = False
 
 
 def read_files(
-    slots: Sequence[TensorToRead],
+    slots: Sequence[UnmadeTensor],
     files: Sequence[str],
     room: Room,
     group: dist.ProcessGroup | None,
@@ -69,7 +73,7 @@ def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
     return holders
 
 
-def _match(slots: Sequence[TensorToRead], holders: dict[str, Any], strict: bool) -> dict[int, tuple[Any, str]]:
+def _match(slots: Sequence[UnmadeTensor], holders: dict[str, Any], strict: bool) -> dict[int, tuple[Any, str]]:
     """The file and the name to read each slot from, by ``id`` of the slot."""
     found = {}
     for slot in slots:
@@ -97,7 +101,7 @@ def _some(kind: str, names: list[str]) -> str:
     return f"{len(names)} {kind} ({', '.join(names[:shown])}{more})"
 
 
-def _check(slot: TensorToRead, file: Any, name: str) -> None:
+def _check(slot: UnmadeTensor, file: Any, name: str) -> None:
     stored = file.get_slice(name)
     if list(stored.get_shape()) != list(slot.tensor.shape):
         raise CheckpointError(
@@ -118,12 +122,12 @@ def _widens(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return torch.promote_types(stored, wanted) == wanted and stored.is_floating_point == wanted.is_floating_point
 
 
-def _read_all(slots: Sequence[TensorToRead], found: dict[int, tuple[Any, str]], room: Room) -> None:
+def _read_all(slots: Sequence[UnmadeTensor], found: dict[int, tuple[Any, str]], room: Room) -> None:
     for slot in slots:
         _read(slot, *found[id(slot)], room)
 
 
-def _read(slot: TensorToRead, file: Any, name: str, room: Room) -> None:
+def _read(slot: UnmadeTensor, file: Any, name: str, room: Room) -> None:
     local = room.empty(local_of(slot.tensor), leaves=slot.leaves, on_host=slot.on_host)
     if slot.tensor.ndim == 0:
         # safetensors cuts slices of at least one dimension.
