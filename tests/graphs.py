@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerograph.compiler.capture import Setting, capture
+from zerograph.compiler.capture import capture
 from zerograph.core.layout import largest
 from zerograph.core.plan import Bucket, Plan
 from zerograph.dryrun.compile_only import simulated_rank
@@ -92,7 +92,7 @@ def _spec(
 
 def plan(gm: fx.GraphModule, *buckets: str, prefetch: int = 1, world_size: int = 2) -> Plan:
     """A plan whose buckets hold the parameters named in each text, separated by blanks."""
-    params = {p.name: p for p in capture(gm.graph, Setting(training=True, world_size=world_size)).params}
+    params = {p.name: p for p in capture(gm.graph, training=True, world_size=world_size).params}
     made = (Bucket(i, text, tuple(params[n] for n in text.split()), "use") for i, text in enumerate(buckets))
     return Plan(3, world_size, tuple(made), prefetch)
 

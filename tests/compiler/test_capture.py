@@ -8,7 +8,7 @@ import torch
 from graphs import Builder
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerograph.compiler.capture import Setting, capture
+from zerograph.compiler.capture import capture
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ def test_costs_aliases_and_parameters_of_operations() -> None:
     gradient = graph.reduce_grad(weight, weight)
     graph.output(mean, gradient)
     mean.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    step = capture(graph.graph, Setting(training=True, world_size=2, moments=2, tied={"w": ("head.w",)}))
+    step = capture(graph.graph, training=True, world_size=2, moments=2, tied={"w": ("head.w",)})
     ops, values = {op.name: op for op in step.ops}, {v.name: v for v in step.values}
     assert (ops[product.name].flops, ops[product.name].moved) == (2 * 8 * 4 * 4, (8 * 4 + 4 * 4 + 8 * 4) * 4)
     assert (ops[view.name].flops, ops[view.name].moved) == (0, 0)
@@ -51,7 +51,7 @@ def test_an_evaluation_updates_nothing() -> None:
     graph = Builder()
     (weight,) = graph.params("w")
     graph.output(graph.mm(graph.input("x", 8, 4), weight))
-    assert capture(graph.graph, Setting(training=False)).updates == ()
+    assert capture(graph.graph, training=False).updates == ()
 
 
 def test_a_tuple_has_no_memory_of_its_own() -> None:
@@ -59,5 +59,5 @@ def test_a_tuple_has_no_memory_of_its_own() -> None:
     both = graph.call(aten.var_mean.correction, graph.input("x", 8, 4))
     part = graph.call(operator.getitem, both, 0)
     graph.output(part)
-    values = {v.name: v for v in capture(graph.graph, Setting(training=False)).values}
+    values = {v.name: v for v in capture(graph.graph, training=False).values}
     assert (values[both.name].bytes, values[part.name].bytes, values[part.name].alias_of) == (0, 4, "")

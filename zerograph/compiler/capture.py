@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,49 +43,37 @@ from zerograph.runtime.comm.axes import experts_on
 from zerograph.tiling.products import tilable
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The facts about a step that its graph does not tell.
-
-    Attributes:
-        training: whether a backward, and then an update, follow the forward.
-        world_size: ranks that parameters are sharded over.
-        moments: tensors that the optimizer keeps per parameter.
-        tied: of a parameter the other names that the model has for it.
-        ends_at_break: whether the user's code goes on behind a graph break.
-        cut_by: whether plans may run layers for some tokens or some samples at a time, so that it is worth looking
-            which can.
-        wires: what parameters and gradients are sent as.
-    """
-
-    training: bool
-    world_size: int = 1
-    moments: int = 2
-    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    ends_at_break: bool = False
-    cut_by: tuple[CutBy, ...] = ()
-    wires: Wires = Wires()  # noqa: RUF009  immutable
-
-
-def capture(graph: fx.Graph, setting: Setting) -> Step:
+def capture(
+    graph: fx.Graph,
+    *,
+    training: bool,
+    world_size: int = 1,
+    moments: int = 2,
+    tied: Mapping[str, tuple[str, ...]] | None = None,
+    ends_at_break: bool = False,
+    cut_by: tuple[CutBy, ...] = (),
+    wires: Wires = Wires(),  # noqa: B008  immutable
+) -> Step:
     """The step that ``graph`` (joint, or inference) performs on this rank.
 
     Symbolic sizes are counted at the size that was traced.
+
+    Args:
+        training: whether a backward, and then an update, follow the forward.
+        ends_at_break: whether the user's code goes on behind a graph break.
+        world_size, moments, tied, cut_by, wires: see :class:`~zerograph.compiler.compilation.Compilation`.
     """
     part, backward = _StepNodes(graph), backward_nodes(graph)
     returned = part.behind(n for n in output_of(graph).all_input_nodes if n not in backward)
     step = Step(
         ops=tuple(_op(n, n in backward, part) for n in part.ops),
         values=tuple(_value(n, part) for n in part.nodes),
-        params=tuple(
-            replace(setting.wires.of(p), tied_to=setting.tied.get(p.name, ()))
-            for p in _params(graph, setting.world_size)
-        ),
-        training=setting.training,
+        params=tuple(replace(wires.of(p), tied_to=(tied or {}).get(p.name, ())) for p in _params(graph, world_size)),
+        training=training,
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
         lookups=tuple(_lookups(graph)),
         tilable=tuple(tilable(graph)),
-        ends_at_break=setting.ends_at_break,
+        ends_at_break=ends_at_break,
     )
     full = Graph(step)
     head = head_of(full)
@@ -93,15 +81,15 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         product = next(node for node in graph.nodes if node.name == head.name)
         why, ahead = why_logits_are_untiled(product, backward), gradients_ahead(graph, product)
         step = replace(step, untiled_logits=why, loss_gradients=() if why else ahead)
-    if setting.training and setting.cut_by:
+    if training and cut_by:
         params_read = {op.name: read for op, read in zip(full.ops, full.params_read, strict=True)}
-        regions = list(token_regions(part.ops, backward, params_read)) if "token" in setting.cut_by else []
+        regions = list(token_regions(part.ops, backward, params_read)) if "token" in cut_by else []
         whole: dict[str, str] = {}
-        if "sample" in setting.cut_by:
+        if "sample" in cut_by:
             by_sample, whole = batch_regions(part.ops, backward, params_read)
             regions += by_sample
         step = replace(step, token_regions=tuple(regions), whole_batches=tuple(whole.items()))
-    return with_updates(step, setting.moments)
+    return with_updates(step, moments)
 
 
 def _lookups(graph: fx.Graph) -> Iterator[Lookup]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from zerograph.compiler.capture import Setting, capture
+from zerograph.compiler.capture import capture
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.frame_cache import FrameFile
 from zerograph.compiler.frame_plan import Planner, plain
@@ -123,9 +123,16 @@ def _planned(frame: Frame, kind: str, gm: fx.GraphModule) -> fx.GraphModule:
 def _plan(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
     made = frame.compilation
     rewrite(frame, kind, gm, "traced")
-    training = kind == "joint"
-    setting = Setting(training, made.world_size, made.moments, made.tied, frame.ends_at_break, made.cut_by, made.wires)
-    frame.step = capture(gm.graph, setting)
+    frame.step = capture(
+        gm.graph,
+        training=kind == "joint",
+        world_size=made.world_size,
+        moments=made.moments,
+        tied=made.tied,
+        ends_at_break=frame.ends_at_break,
+        cut_by=made.cut_by,
+        wires=made.wires,
+    )
     frame.plan = made.plan_for(frame.code, frame.step, frame.plain)
 
 
