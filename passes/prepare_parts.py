@@ -22,7 +22,8 @@ from zerograph.graph.nodes import LayerGradient, backward_nodes, is_view
 from zerograph.tiling.cuts import PRODUCTS, ROWS, Mixes
 from zerograph.tiling.layer_batch import batch_region
 from zerograph.tiling.layer_tokens import wide_products
-from zerograph.tiling.token_region import NodeRegion, can_be_placed, in_both_phases
+from zerograph.tiling.region import Region, can_be_placed
+from zerograph.tiling.token_region import in_both_phases
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def _that_save(plan: Plan) -> list[str]:
     return [name for name in plan.token_regions if layer_of_activation(name) not in nothing]
 
 
-def _has_samples(node: fx.Node, region: NodeRegion) -> bool:
+def _has_samples(node: fx.Node, region: Region) -> bool:
     """Whether ``node`` is a product whose rows are samples, as one is that makes the gradient of what another reads."""
     cut = region.cuts[node]
     return node.target in PRODUCTS and cut is not None and cut.dims == ROWS.dims

@@ -8,7 +8,7 @@ from graphs import Builder
 from torch import fx
 
 from zerograph.tiling.cuts import COLUMNS, ROWS, Cut, Mixes
-from zerograph.tiling.region import Growth, Region, copies_of
+from zerograph.tiling.region import Growth, Region, copy_of_tile
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ class _Nothing(Growth):
 
 
 def grown(node: fx.Node, cut: Cut | None) -> Region:
-    growth = _Everything(Region(), lambda _: True)
+    growth = _Everything(node, Region(count=4, large=0), lambda _: True)
     growth.enter(node, cut)
     return growth.region
 
@@ -42,15 +42,18 @@ def test_a_region_is_copied_for_a_part() -> None:
     assert region.cuts[total] is None and region.cuts[wide] == COLUMNS
     assert {source: cut for (_, source), cut in region.given.items()} == {w: COLUMNS, v: ROWS}
 
-    part = {source: b.input(f"{source.name}_part", *shape) for source, shape in ((w, (8, 2)), (v, (2, 4)))}
+    part = {
+        (source, cut): b.input(f"{source.name}_part", *shape)
+        for source, cut, shape in ((w, COLUMNS, (8, 2)), (v, ROWS, (2, 4)))
+    }
 
     def insert(node: fx.Node, args: tuple[object, ...], named: dict[str, object]) -> fx.Node:
         assert not named
         return b.call(node.target, *args)  # type: ignore[arg-type]
 
-    copies = dict(copies_of(region, region.nodes, 2, lambda _, source: part.get(source), insert))
+    copies = copy_of_tile(region, 2, part, insert)
     left, right = copies[total]
-    assert right is part[v] and left is copies[kept][0] and list(left.meta["val"].shape) == [4, 2]
+    assert right is part[v, ROWS] and left is copies[kept][0] and list(left.meta["val"].shape) == [4, 2]
     constant = left.args[1]
     assert isinstance(constant, fx.Node) and constant is not kept.args[1] and constant.target is aten.full.default
 
@@ -60,21 +63,19 @@ def test_a_constant_that_is_cut_in_one_place_is_whole_in_another() -> None:
     x, numbers = b.input("x", 4, 4), b.call(aten.arange.start_step, 0, 4, 1)
     by_word = b.call(aten.mul.Tensor, x, numbers)
     by_token = b.call(aten.mul.Tensor, b.call(aten.sum.dim_IntList, by_word, [1]), numbers)
-    growth = _Nothing(region := Region(), lambda _: True)
+    growth = _Nothing(by_word, region := Region(count=4, large=0), lambda _: True)
     for node, behind in ((by_word, None), (by_token.args[0], by_word), (by_token, by_token.args[0])):
         growth.enter(node, ROWS, behind)
     assert region.given == {(by_word, x): ROWS, (by_token, numbers): ROWS}
-    part = {x: b.input("x_part", 2, 4), numbers: b.input("numbers_part", 2)}
+    part = {(x, ROWS): b.input("x_part", 2, 4), (numbers, ROWS): b.input("numbers_part", 2)}
 
     def insert(node: fx.Node, args: tuple[object, ...], named: dict[str, object]) -> fx.Node:
         assert not named
         return b.call(node.target, *args)  # type: ignore[arg-type]
 
-    def cut(node: fx.Node, source: fx.Node) -> fx.Node | None:
-        return part[source] if (node, source) in region.given else None
-
-    copies = dict(copies_of(region, region.nodes, 2, cut, insert))
-    assert copies[by_token][0].args[1] is part[numbers] and copies[by_word][0].args[1] not in (numbers, part[numbers])
+    copies = copy_of_tile(region, 2, part, insert)
+    cut = part[numbers, ROWS]
+    assert copies[by_token][0].args[1] is cut and copies[by_word][0].args[1] not in (numbers, cut)
 
 
 def test_random_numbers_and_unknown_places_are_refused() -> None:

@@ -23,8 +23,8 @@ from zerograph.tiling.cuts import PRODUCTS, ROWS, Mixes
 from zerograph.tiling.layer_batch import batch_region
 from zerograph.tiling.layer_tokens import layer_region, wide_products
 from zerograph.tiling.loss_gradients import loss_gradients
-from zerograph.tiling.region import Counts
-from zerograph.tiling.token_region import NodeRegion, head_of, in_both_phases, region_of
+from zerograph.tiling.region import Counts, Region
+from zerograph.tiling.token_region import head_of, in_both_phases, region_of
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def batch_regions(
     return found, whole
 
 
-def _check_once(layer: str, region: NodeRegion, nodes: Sequence[fx.Node], backward: set[fx.Node]) -> None:
+def _check_once(layer: str, region: Region, nodes: Sequence[fx.Node], backward: set[fx.Node]) -> None:
     """Refuse a layer that runs again on what it made."""
     behind = set(region.exits())
     for node in nodes:
@@ -160,7 +160,7 @@ def _widest_products(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[s
 
 
 def _token_region(
-    layer: str, product: fx.Node, both: NodeRegion, params_read: Mapping[str, tuple[str, ...]], *,
+    layer: str, product: fx.Node, both: Region, params_read: Mapping[str, tuple[str, ...]], *,
     samples: int | None = None,
 ) -> TokenRegion:  # fmt: skip
     multiply = [node for node in both.nodes if node.target in PRODUCTS]
@@ -178,8 +178,8 @@ def _token_region(
 
 def _layer_region(
     layer: str, product: fx.Node, backward: set[fx.Node], again: Mapping[fx.Node, str],
-    region: Callable[[fx.Node, Counts], NodeRegion] = layer_region,
-) -> NodeRegion:  # fmt: skip
+    region: Callable[[fx.Node, Counts], Region] = layer_region,
+) -> Region:  # fmt: skip
     """The region of ``layer`` in its backward, where some of it is computed ``again``.
 
     Raises:
@@ -204,7 +204,7 @@ def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx
     return found
 
 
-def _moved_by_each_tile(product: fx.Node, region: NodeRegion) -> int:
+def _moved_by_each_tile(product: fx.Node, region: Region) -> int:
     cut = region.cuts[product]
     weight: fx.Node = product.args[-1 if cut and cut.dims == ROWS.dims else -2]  # type: ignore[assignment]
     return bytes_of_node(weight) if cut is not None else 2 * bytes_of_node(product)

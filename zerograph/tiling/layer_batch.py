@@ -1,6 +1,6 @@
 """A repeated layer that runs for some samples of the batch at a time, all of it, recomputed or saved.
 
-The region (:mod:`zerograph.tiling.token_region`) begins at the layer's widest product. It takes in all of the layer
+The region (:mod:`zerograph.tiling.region`) begins at the layer's widest product. It takes in all of the layer
 that hangs together with it: attention and norms work on each sample by itself, and gradients of weights are sums over
 samples. What looks at several samples (batch norm, experts that pick tokens by index) leaves the layer whole. Random
 numbers are drawn for the whole batch in front, so that they are those of the layer in one piece.
@@ -28,10 +28,10 @@ from zerograph.tiling.cuts import (
     is_slice_of,
     shape_of,
 )
-from zerograph.tiling.token_region import NodeRegion, RegionGrowth
+from zerograph.tiling.region import Growth, Region
 
 
-def batch_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> NodeRegion:
+def batch_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> Region:
     """The region of the layer of ``product``, the widest that it makes of rows that are the batch's.
 
     Args:
@@ -45,7 +45,7 @@ def batch_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
         raise Mixes(product, _DYNAMIC)
     if samples < 2:
         raise Mixes(product, f"has a batch of {samples}")
-    growth = _BatchGrowth(product, NodeRegion(count=samples, large=0), counts)
+    growth = _BatchGrowth(product, Region(count=samples, large=0), counts)
     try:
         growth.grow()
     except Mixes as error:
@@ -75,7 +75,7 @@ def _samples_of(product: fx.Node) -> object:
     return shape_of(node)[0]
 
 
-class _BatchGrowth(RegionGrowth):
+class _BatchGrowth(Growth):
     """Takes in all of a layer that depends on the batch."""
 
     def grow(self) -> None:

@@ -1,6 +1,6 @@
 """The part of a repeated layer that can run for some tokens at a time: its MLP, and the norm and residual around it.
 
-The region (:mod:`zerograph.tiling.token_region`) begins at the layer's widest product, and holds all that is wider per
+The region (:mod:`zerograph.tiling.region`) begins at the layer's widest product, and holds all that is wider per
 token than what enters and leaves an MLP: that must not exist for all tokens. Operators next to it that treat every
 token by itself are taken in as well, so that they run tile by tile: the norm in front, the residual behind, and what
 their gradients are made of. Attention mixes tokens, and ends it.
@@ -16,10 +16,10 @@ from zerograph.core.step import layer_of_activation
 from zerograph.graph.layers import layer_of_node
 from zerograph.graph.nodes import Activation, LayerGradient
 from zerograph.tiling.cuts import PRODUCTS, ROWS, Cut, Mixes
-from zerograph.tiling.token_region import NodeRegion, RegionGrowth
+from zerograph.tiling.region import Growth, Region
 
 
-def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> NodeRegion:
+def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: True) -> Region:
     """The region of a layer that begins at ``product``, which bears the lasting name of what it makes.
 
     Args:
@@ -36,7 +36,7 @@ def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
     if wide <= entering:
         raise Mixes(product, "makes nothing wider than what it reads")
     # Half, as a gate may be cut off; but no less than the stream of the model, which leaves the MLP.
-    finder = _LayerFinder(product, NodeRegion(count=tokens, large=max(wide // 2, entering + 1)), counts)
+    finder = _LayerFinder(product, Region(count=tokens, large=max(wide // 2, entering + 1)), counts)
     finder.grow()
     finder.absorb(layer_of_activation(product.meta["zg"].name))
     return finder.region
@@ -60,7 +60,7 @@ def _width_of_source(product: fx.Node) -> int:
     return left.meta["val"].shape[1]  # type: ignore[no-any-return]
 
 
-class _LayerFinder(RegionGrowth):
+class _LayerFinder(Growth):
     """Also begins at products beside the first: those of a gate, or of the gradient of what the MLP makes."""
 
     def _begins(self, product: fx.Node, tokens: Cut) -> bool:

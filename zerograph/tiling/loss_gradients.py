@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zerograph.graph.nodes import aten, backward_nodes, is_view
-from zerograph.tiling.token_region import NodeRegion
+from zerograph.tiling.region import Region
 
 prims = torch.ops.prims
 
@@ -34,7 +34,7 @@ class LossGradients:
     exits: list[fx.Node]
 
 
-def loss_gradients(graph: fx.Graph, region: NodeRegion) -> LossGradients | None:
+def loss_gradients(graph: fx.Graph, region: Region) -> LossGradients | None:
     """The gradients that head and loss, ``region`` of the joint ``graph``, make; None where they depend on more than
     one number, or in another way than linearly."""
     scaled = _behind_tangents(graph)

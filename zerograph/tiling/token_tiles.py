@@ -17,12 +17,12 @@ from zerograph.core.plan import token_tiles
 from zerograph.graph.nodes import TokenTile, added, aten, call, computed, move_needed_before, part_of
 from zerograph.graph.ops import PLACE
 from zerograph.tiling.cuts import MEANS, Cut, Mixes
-from zerograph.tiling.token_region import NodeRegion, copy_of_tile, memory_order
+from zerograph.tiling.region import Region, copy_of_tile, memory_order
 
 prims = torch.ops.prims
 
 
-def write_tiles(graph: fx.Graph, region: NodeRegion, tiles: int) -> int:
+def write_tiles(graph: fx.Graph, region: Region, tiles: int) -> int:
     """Replace ``region`` by at most so many tiles; returns their number. Leaves what nothing reads any more.
 
     Raises:
@@ -38,9 +38,7 @@ def write_tiles(graph: fx.Graph, region: NodeRegion, tiles: int) -> int:
 
 
 class _TokenLoop:
-    def __init__(
-        self, graph: fx.Graph, region: NodeRegion, tiles: tuple[tuple[int, int], ...], fact: TokenTile
-    ) -> None:
+    def __init__(self, graph: fx.Graph, region: Region, tiles: tuple[tuple[int, int], ...], fact: TokenTile) -> None:
         self.graph, self.region, self.tiles, self.fact = graph, region, tiles, fact
         self.flat: dict[tuple[fx.Node, Cut], fx.Node] = {}
         self.vals: dict[tuple[fx.Node, int], Any] = {}
