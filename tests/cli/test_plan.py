@@ -687,6 +687,18 @@ def test_logits_that_a_model_returns_can_be_planned_in_tiles(tmp_path: Path) -> 
     assert peaks[0] == peaks[1] > 2 * peaks[2]
 
 
+def test_every_way_to_plan_leaves_logits_out(tmp_path: Path) -> None:
+    """Where only the loss is returned it can be computed in tiles: by an offloaded plan, and by the largest batch."""
+    source = tmp_path / "model.py"
+    source.write_text(RETURNING)
+    tiled = (f"{source}:make", "--seq", "64", "--world", "2", "--loss-tiles", "8", "--loss-only")
+    ran = run(*tiled, "--offload", "optimizer", "--machine", "cpu", "--json")
+    assert ran.exit_code == 0 and PlanFile.from_json(ran.stdout).plan.loss_tiles == 8
+    largest = (run(*given, "--memory", "16MiB", "--largest", "batch").stdout for given in (tiled[:-1], tiled))
+    whole, left = (int(re.match(r"largest batch: (\d+); ", told)[1]) for told in largest)  # type: ignore[index]
+    assert left > 2 * whole
+
+
 @pytest.mark.parametrize("offload", [[], ["--offload", "optimizer"]], ids=["of programs", "of a schedule"])
 def test_a_plan_that_contradicts_its_tasks_is_found(offload: list[str], tmp_path: Path) -> None:
     source = tmp_path / "model.py"

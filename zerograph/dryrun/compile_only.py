@@ -132,6 +132,13 @@ def compile_only(
         return Compiled(frame, call.config, _tokens(call.inputs), call.planner.searched, states)
 
 
+def tracing(config: Config) -> dict[str, Any]:
+    """The arguments of :func:`compile_only` that shape the step, for a plan that is searched for afterwards: the
+    others of ``config`` are the search's."""
+    names = ("token_tiles", "batch_tiles", "gather_wire", "reduce_wire", "loss_only")
+    return {"stage": config.sharding, **{name: getattr(config, name) for name in names}}
+
+
 def _fake_arguments(
     given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int] | None, mode: FakeTensorMode, device: torch.device
 ) -> Arguments:

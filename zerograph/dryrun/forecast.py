@@ -14,7 +14,7 @@ from zerograph.core.layout import Layout
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload, Overlap, Update
 from zerograph.core.step import Dimension, Step
-from zerograph.dryrun.compile_only import Compiled, compile_only
+from zerograph.dryrun.compile_only import Compiled, compile_only, tracing
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.plan_file import file_from_search
 from zerograph.planner.explain.reasons import reasons
@@ -101,9 +101,7 @@ def plan_file(
         constraints = Constraints.of(config, world, replicas=replicas, hosts=machine.hosts(world), **asked)
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, programs=False,
-            searched=True, moments=moments, dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
-            batch_tiles=config.batch_tiles, gather_wire=config.gather_wire, reduce_wire=config.reduce_wire,
-            device=device,
+            searched=True, moments=moments, dtype=compute, device=device, **tracing(config),
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
         return file_from_search(

@@ -14,7 +14,7 @@ from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import Offload, Overlap, Update
 from zerograph.core.step import Dimension, Step
 from zerograph.core.units import format_bytes
-from zerograph.dryrun.compile_only import Compiled, compile_only
+from zerograph.dryrun.compile_only import Compiled, compile_only, tracing
 from zerograph.dryrun.forecast import forecast_file, movable, refuse_offload, torch_compute_dtype
 from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.estimate.estimate import RESERVE
@@ -135,9 +135,8 @@ def probe(
     constraints = Constraints.of(config, world, replicas=replicas, hosts=machine.hosts(world), **asked)
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
-        make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=constraints.sharding, moments=moments,
-        repeat_layers=repeat_layers, token_tiles=config.token_tiles, batch_tiles=config.batch_tiles,
-        gather_wire=config.gather_wire, reduce_wire=config.reduce_wire, device=device,
+        make, what, world=world, batch=batch, seq=seq, dtype=compute, moments=moments, repeat_layers=repeat_layers,
+        device=device, **tracing(config),
     )  # fmt: skip
     return Probe(steps, machine, constraints, moments)
 
