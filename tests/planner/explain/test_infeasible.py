@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,10 @@ from quick import examples
 
 from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Tier, machine_named
-from zerograph.core.step import Step
+from zerograph.core.step import Step, TokenRegion
+from zerograph.planner.estimate.sizes import ModelSize
+from zerograph.planner.estimate.synthetic import gpt
+from zerograph.planner.estimate.training import Training
 from zerograph.planner.explain.infeasible import changes, infeasible
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
@@ -57,6 +61,19 @@ def test_remedies_are_offload_nvme_and_tiles_too() -> None:
     runs = Search(step, replace(search.constraints, executable=Executable(())), MACHINE)
     hint = infeasible(runs, step, MACHINE, 150 * 2**20).hint
     assert "tile= for large linear layers: " in hint and "tiling of" not in hint
+
+
+def test_tiles_of_the_loss_and_of_tokens_are_remedies() -> None:
+    step = gpt(ModelSize.of(layers=2, hidden=256, vocab=50_000), Training(batch=8), 2, 2, sharded=True)
+    search = Search(step, Constraints("auto", 2, loss=1, tokens=1, executable=Executable(())), MACHINE)
+    hint = infeasible(search, step, MACHINE, search.smallest.peak // 3).hint
+    assert re.search(r'loss_tiles="auto": [^;]*, then it fits', hint) and "token_tiles" not in hint
+    step = step_of([Layer(stream=10**7, inside=10**9, flops=10**12)])
+    inside = tuple(v.name for v in step.values if v.bytes == 10**9)
+    step = replace(step, token_regions=(TokenRegion("blocks.0", "blocks.0:up", ("blocks.0.weight",), inside, ()),))
+    search = Search(step, Constraints(3, 2, loss=1, tokens=1, executable=Executable(())), MACHINE)
+    hint = infeasible(search, step, MACHINE, search.smallest.peak // 2).hint
+    assert re.search(r'token_tiles="auto": [^;]*, then it fits', hint) and "loss_tiles" not in hint
 
 
 @pytest.mark.parametrize(("tier", "kind"), [("host", "master copy and states"), ("nvme", "master copy and states")])

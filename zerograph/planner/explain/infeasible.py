@@ -22,7 +22,7 @@ from zerograph.core.units import format_bytes
 from zerograph.planner.estimate.shortage import Remedy, ranked
 from zerograph.planner.profile.regions import Life, Profile, Work
 from zerograph.planner.programs.forecasts import KINDS, forecast_plan
-from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.constraints import Constraints, same_variants
 from zerograph.planner.search.search import Search, smallest
 from zerograph.planner.search.search_space import Candidate, limits, overrun
 from zerograph.planner.search.variants import BUCKET_SIZES, Variant
@@ -139,9 +139,8 @@ def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Ite
     constraints, states = search.constraints, search.states
     step = step.over(constraints.world_size)
     for text, changed in (*_fixed(constraints), *_placements(constraints, machine)):
-        # Variants hold what is saved and tiled: where a change touches neither, counting again would give the same.
-        same = changed.recompute == constraints.recompute and changed.tiles == constraints.tiles
-        yield Change(text, step, changed, budget, states, search.variants if same else ())
+        known = search.variants if same_variants(changed, constraints) else ()
+        yield Change(text, step, changed, budget, states, known)
     if constraints.stage == 0 and constraints.world_size > 1:
         yield _sharded(search, step, budget)
     elif constraints.stage != 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any, Literal
 
 from zerograph.core.config import DEFAULT_PREFETCH, Config, Recompute, TileOption
@@ -104,6 +103,11 @@ class Constraints:
         return wanted and self.sharding == 3
 
     @property
+    def tiles_loss(self) -> bool:
+        """Whether the loss is looked at in tiles. Who runs the plan asks for them, where nothing fits without."""
+        return self.tiles and self.executable is None if self.loss is None else self.loss != 1
+
+    @property
     def activations(self) -> bool:
         """Whether the search chooses which saved activations leave the device, where something may."""
         return self.saved is None and (self.executable is None or bool(self.executable.tiers))
@@ -156,5 +160,13 @@ def fixed_once(constraints: Constraints, tiers: Sequence[Tier]) -> Iterator[Cons
 
 
 def same_variants(constraints: Constraints, other: Constraints) -> bool:
-    said = attrgetter("recompute", "tiles", "bucket_size", "saved", "tokens", "by_sample")
-    return bool(said(constraints) == said(other))
+    """Whether a step has the same variants (:func:`~zerograph.planner.search.variants.variants_of`) for both."""
+    return _of_variants(constraints) == _of_variants(other)
+
+
+def _of_variants(constraints: Constraints) -> tuple[object, ...]:
+    """All that a step's variants are made from."""
+    c = constraints
+    ranks, loss = (c.world_size, c.replicas), (c.tiles, c.tiles_loss, c.loss)
+    tokens = None if c.tokens in (None, 1) else (c.tokens, c.by_sample, c.tiling, c.offload != "none")
+    return (c.recompute, c.bucket_size, *ranks, *loss, tokens)

@@ -51,9 +51,7 @@ def variants_of(graph: Graph, constraints: Constraints, machine: Machine) -> lis
     if constraints.recompute == "auto" and graph.step.training:
         rates = Rates(machine, constraints.world_size, compute_dtype(graph.step.params), constraints.replicas)
         saved_sets = stops(graph, rates)
-    # Who runs the plan asks for tiles of the loss, and of tokens, where nothing fits without.
-    looks = constraints.tiles and constraints.executable is None if constraints.loss is None else constraints.loss != 1
-    head = head_of(graph) if looks else None
+    head = head_of(graph) if constraints.tiles_loss else None
     losses = (1, *_loss_tiles(constraints, head)) if head is not None else (1,)
     if isinstance(constraints.loss, int):
         losses = losses[-1:]
