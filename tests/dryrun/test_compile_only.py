@@ -97,3 +97,14 @@ def test_a_model_without_a_backward_is_refused() -> None:
 def test_a_model_that_computes_nothing_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="nothing that could be compiled"):
         compile_only(lambda: (nn.Identity(), (3,)), world_size=2)
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_samples_are_counted_behind_a_number(batch: int) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, scale: Tensor, x: Tensor) -> Tensor:
+            return (scale * super().forward(x)).square().mean()
+
+    inputs = torch.tensor(0.5), torch.ones(2, 4)
+    found = compile_only(lambda: (Scaled(4, 4), inputs), world_size=2, sizes={"batch": batch}, programs=False)
+    assert found.tokens == batch

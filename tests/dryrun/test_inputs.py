@@ -21,6 +21,7 @@ def ids(*shape: int) -> torch.Tensor:
         ([], {}),
         ([3, "text"], {}),
         ([torch.zeros(())], {}),
+        ([torch.zeros(()), ids(2, 7)], {"batch": 2, "seq": 7}),
         ([ids(2)], {"batch": 2}),
         ([ids(2, 7)], {"batch": 2, "seq": 7}),
         ([ids(2, 7, 5)], {"batch": 2, "seq": 7}),

@@ -31,7 +31,7 @@ from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import Machine
 from zerograph.core.step import Dimension
-from zerograph.dryrun.inputs import Arguments, arguments
+from zerograph.dryrun.inputs import Arguments, arguments, first_of
 from zerograph.dryrun.torch_private import BackendFailed, Ended, FakeTensorMode, simulate_group
 from zerograph.dryrun.untraceable import explain_failure
 from zerograph.graph.costs import traced_size
@@ -329,7 +329,7 @@ def on_meta(make: Callable[[], Any]) -> tuple[nn.Module, Any]:
 
 
 def _tokens(inputs: Iterable[Any]) -> int:
-    first = next((x for x in inputs if isinstance(x, Tensor)), None)
+    first = first_of(inputs)
     if first is None:
         return 0
     return first.numel() if not first.is_floating_point() else first.shape[0]

@@ -1,8 +1,8 @@
 """The inputs of a dry run: what the model brings or token ids, at the batch and the sequence that is asked for.
 
-Which dimensions are batch and sequence follows from the first tensor: its first dimension is the batch; the second is
-the sequence of token ids (whole numbers) and of vectors (floats with three dimensions). In the other tensors it is the
-dimensions of the same sizes: the first one for the batch, any later one for the sequence.
+Which dimensions are batch and sequence follows from the first tensor that is more than a number: its first dimension is
+the batch; the second is the sequence of token ids (whole numbers) and of vectors (floats with three dimensions). In the
+other tensors it is the dimensions of the same sizes: the first one for the batch, any later one for the sequence.
 """
 
 from __future__ import annotations
@@ -47,13 +47,18 @@ def arguments(given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int]) 
 
 def sizes_of(inputs: Iterable[Any]) -> dict[Dimension, int]:
     """Batch and sequence of a call's inputs, as far as there are any."""
-    first = next((x for x in inputs if isinstance(x, Tensor)), None)
+    first = first_of(inputs)
     found: dict[Dimension, int] = {}
-    if first is not None and first.dim() >= 1:
+    if first is not None:
         found["batch"] = first.shape[0]
         if first.dim() == 3 or (first.dim() >= 2 and not first.is_floating_point()):
             found["seq"] = first.shape[1]
     return found
+
+
+def first_of(inputs: Iterable[Any]) -> Tensor | None:
+    """The first tensor that is more than a number: temperatures and steps of a schedule have no batch."""
+    return next((x for x in inputs if isinstance(x, Tensor) and x.dim()), None)
 
 
 def _arguments(given: Any, batch: int, seq: int) -> Arguments:
