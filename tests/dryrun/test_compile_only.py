@@ -108,3 +108,13 @@ def test_samples_are_counted_behind_a_number(batch: int) -> None:
     inputs = torch.tensor(0.5), torch.ones(2, 4)
     found = compile_only(lambda: (Scaled(4, 4), inputs), world_size=2, sizes={"batch": batch}, programs=False)
     assert found.tokens == batch
+
+
+def test_inputs_may_be_lists_and_dicts_of_tensors() -> None:
+    class Detector(nn.Linear):
+        def forward(self, images: list[Tensor], targets: dict[str, Tensor]) -> Tensor:
+            return sum((super(Detector, self).forward(x) - targets["y"]).square().mean() for x in images)
+
+    given = [torch.ones(2, 4), torch.ones(2, 4)], {"y": torch.ones(2, 4)}
+    found = compile_only(lambda: (Detector(4, 4), given), world_size=2, sizes={"batch": 3}, programs=False)
+    assert found.tokens == 3

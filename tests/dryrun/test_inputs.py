@@ -62,6 +62,13 @@ def test_every_tensor_follows_where_its_sizes_are_the_same() -> None:
     assert found["table"] is given["table"], "what keeps its size is handed on as it is"
 
 
+def test_tensors_in_lists_and_dicts_are_resized() -> None:
+    tokens = ids(2, 7)
+    (images, named), _ = arguments(([torch.zeros(2, 3, 8), tokens], {"ids": tokens, "flag": True}), 1, 1, {"batch": 5})
+    assert [x.shape for x in images] == [(5, 3, 8), (5, 7)]
+    assert named["ids"] is images[1] and named["flag"] is True
+
+
 def test_a_tensor_that_is_given_twice_stays_one() -> None:
     tokens = ids(2, 7)
     (x,), named = (

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from zerograph.runtime.torch_private import as_dtensor
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.ranks import Ranks
-from zerograph.sharding.torch_private import errors_reach_users
+from zerograph.sharding.torch_private import errors_reach_users, map_tensors, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def compile_only(
         frame, joint = call.trace()
         (compile_joint if programs else plan_joint)(frame, joint)
         states = call.planner.states(frame.step, call.params)
-        return Compiled(frame, call.config, _tokens(call.inputs), call.planner.searched, states)
+        return Compiled(frame, call.config, _tokens((call.args, call.kwargs)), call.planner.searched, states)
 
 
 def tracing(config: Config) -> dict[str, Any]:
@@ -143,10 +143,10 @@ def _fake_arguments(
     given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int] | None, mode: FakeTensorMode, device: torch.device
 ) -> Arguments:
     """The arguments of a call, their tensors fake."""
-    args, kwargs = arguments(given, batch, seq, sizes or {})
-    fakes: dict[int, Tensor] = {}
-    faked = {name: _input(x, mode, device, fakes) for name, x in kwargs.items()}
-    return tuple(_input(x, mode, device, fakes) for x in args), faked
+    found = arguments(given, batch, seq, sizes or {})
+    # A tensor that is given twice (ids that are labels too) stays one tensor.
+    fakes = {id(x): _faked(x, mode, device) for x in tensors_of(found)}
+    return cast(Arguments, map_tensors(lambda x: fakes[id(x)], found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +234,6 @@ class _Call:
 
             yield cls(model, config, params, adoption, planner, compilation, mode, device, args, kwargs, uncompiled)
 
-    @property
-    def inputs(self) -> list[Any]:
-        """The arguments, positional ones first."""
-        return [*self.args, *self.kwargs.values()]
-
     def trace(self) -> tuple[Frame, Joint | Repeat]:
         """The frame that Dynamo makes of the call, and its joint graph."""
         found: list[tuple[Frame, Joint | Repeat | None]] = []
@@ -287,15 +282,6 @@ def _fake(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> dict[
     return {key: value for key, value in new.items() if isinstance(value, nn.Parameter)}
 
 
-def _input(value: Any, mode: FakeTensorMode, device: torch.device, fakes: dict[int, Tensor]) -> Any:
-    """An argument of the call; a tensor that is given twice (ids that are labels too) stays one tensor."""
-    if not isinstance(value, Tensor):
-        return value
-    if id(value) not in fakes:
-        fakes[id(value)] = _faked(value, mode, device)
-    return fakes[id(value)]
-
-
 def _faked(old: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """A tensor like ``old`` that is fake, and on ``device``."""
     local = old.to_local() if isinstance(old, DTensor) else old
@@ -328,7 +314,7 @@ def on_meta(make: Callable[[], Any]) -> tuple[nn.Module, Any]:
     raise UnsupportedError(f"the model's function returned {kind}", "return an nn.Module, or (module, inputs)")
 
 
-def _tokens(inputs: Iterable[Any]) -> int:
+def _tokens(inputs: Arguments) -> int:
     first = first_of(inputs)
     if first is None:
         return 0

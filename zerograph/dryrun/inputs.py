@@ -7,17 +7,18 @@ other tensors it is the dimensions of the same sizes: the first one for the batc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from zerograph.core.errors import UnsupportedError
 from zerograph.core.step import Dimension
+from zerograph.sharding.torch_private import map_tensors, tensors_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call: those by position, and those by keyword."""
+"""The arguments of a call: those by position, and those by keyword. Tensors may be in lists and dicts among them."""
 
 
 def arguments(given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int]) -> Arguments:
@@ -30,9 +31,8 @@ def arguments(given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int]) 
     Raises:
         UnsupportedError: the inputs have no such dimension.
     """
-    positional, named = _arguments(given, batch, seq)
-    inputs = [*positional, *named.values()]
-    came = sizes_of(inputs)
+    found = _arguments(given, batch, seq)
+    came = sizes_of(found)
     for name in sizes:
         if name not in came:
             raise UnsupportedError(
@@ -40,12 +40,11 @@ def arguments(given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int]) 
                 "batch is the first dimension of the first tensor; sequence is the second one of token ids, or of "
                 "floats with three dimensions",
             )
-    new: dict[int, Any] = {id(x): _resized(x, came, sizes) for x in inputs if isinstance(x, Tensor)}
-    inputs = [new.get(id(x), x) for x in inputs]
-    return tuple(inputs[: len(positional)]), dict(zip(named, inputs[len(positional) :], strict=True))
+    resized = {id(x): _resized(x, came, sizes) for x in tensors_of(found)}
+    return cast(Arguments, map_tensors(lambda x: resized[id(x)], found))
 
 
-def sizes_of(inputs: Iterable[Any]) -> dict[Dimension, int]:
+def sizes_of(inputs: Any) -> dict[Dimension, int]:
     """Batch and sequence of a call's inputs, as far as there are any."""
     first = first_of(inputs)
     found: dict[Dimension, int] = {}
@@ -56,9 +55,9 @@ def sizes_of(inputs: Iterable[Any]) -> dict[Dimension, int]:
     return found
 
 
-def first_of(inputs: Iterable[Any]) -> Tensor | None:
+def first_of(inputs: Any) -> Tensor | None:
     """The first tensor that is more than a number: temperatures and steps of a schedule have no batch."""
-    return next((x for x in inputs if isinstance(x, Tensor) and x.dim()), None)
+    return next((x for x in tensors_of(inputs) if x.dim()), None)
 
 
 def _arguments(given: Any, batch: int, seq: int) -> Arguments:

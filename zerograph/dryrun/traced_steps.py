@@ -51,8 +51,8 @@ class Steps:
         self._failed: dict[int, str] = {}
         self._end: int | None = None  # the smallest size that is too large for the model
         self._traces = 0
-        positional, named = arguments(on_meta(make)[1], batch, seq, {})
-        self.start = max(2, sizes_of([*positional, *named.values()]).get(what, 0))  # tracing takes 1 for a constant
+        came = sizes_of(arguments(on_meta(make)[1], batch, seq, {}))
+        self.start = max(2, came.get(what, 0))  # tracing takes 1 for a constant
         self._trace(self.start)
 
     def at(self, size: int) -> Step:
