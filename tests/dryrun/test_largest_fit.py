@@ -63,6 +63,12 @@ def test_a_share_of_every_tier_is_held_back() -> None:
         assert size == int(0.75 * GPU.capacity(tier, WORLD))
 
 
+def test_what_communicators_of_replicas_take_is_left_out() -> None:
+    machine = replace(GPU, device_memory=MIB, context=0, communicator=MIB // 4)
+    file = largest_file("mlp", mlp, machine, "batch", replicas=2).file
+    assert file.forecast.peaks["device"].bytes <= file.budget["device"] == MIB // 2
+
+
 def test_where_not_even_one_fits_it_is_said_what_is_missing() -> None:
     with pytest.raises(InfeasibleError, match="device memory"):
         largest_file("mlp", mlp, GPU.with_memory(4096), "batch")

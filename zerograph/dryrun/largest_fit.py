@@ -233,8 +233,8 @@ def _compiled(
     Args:
         compiled: the programs at a size, of the fastest plan within so many bytes.
     """
-    world, attempts, excess = plans.constraints.world_size, 0, 0.0
-    memory, have = machine.capacity("device", world), machine.budget(world, reserve)["device"]
+    ranks, attempts, excess = plans.constraints.ranks, 0, 0.0
+    memory, have = machine.capacity("device", ranks), machine.budget(ranks, reserve)["device"]
     while True:
         found, plan, memory = _solved(plans, memory, have, excess)
         budget = _of_backend(memory)
