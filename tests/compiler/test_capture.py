@@ -23,7 +23,7 @@ def test_costs_aliases_and_parameters_of_operations() -> None:
     gradient = graph.reduce_grad(weight, weight)
     graph.output(mean, gradient)
     mean.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    step = capture(graph.graph, training=True, world_size=2, moments=2, tied={"w": ("head.w",)})
+    step = capture(graph.graph, training=True, world_size=2, tied={"w": ("head.w",)})
     ops, values = {op.name: op for op in step.ops}, {v.name: v for v in step.values}
     assert (ops[product.name].flops, ops[product.name].moved) == (2 * 8 * 4 * 4, (8 * 4 + 4 * 4 + 8 * 4) * 4)
     assert (ops[view.name].flops, ops[view.name].moved) == (0, 0)
@@ -35,23 +35,6 @@ def test_costs_aliases_and_parameters_of_operations() -> None:
     assert step.outputs == (mean.name,)
     assert [op.name for op in step.ops if op.phase == "backward"] == [gradient.name]
     assert [(p.name, p.tied_to) for p in step.params] == [("w", ("head.w",))]
-    (update,) = step.updates
-    assert step.ops[-1] is update and step.passes == step.ops[:-1]
-    assert update.reads == ("w_shard", gradient.name, "states of w") and update.params == ("w",)
-    shard = 2 * 4 * 4  # bytes
-    assert update.moved == 7 * shard  # the gradient is read, the shard and two moments are read and written
-    assert [(values[name].bytes, values[name].alias_of) for name in update.writes] == [
-        (shard, "w_shard"),
-        (2 * shard, "states of w"),
-    ]
-    assert (values["w_shard"].kind, values["states of w"].kind) == ("param", "state")
-
-
-def test_an_evaluation_updates_nothing() -> None:
-    graph = Builder()
-    (weight,) = graph.params("w")
-    graph.output(graph.mm(graph.input("x", 8, 4), weight))
-    assert capture(graph.graph, training=False).updates == ()
 
 
 def test_a_tuple_has_no_memory_of_its_own() -> None:

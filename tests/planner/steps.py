@@ -9,7 +9,6 @@ from zerograph.core.layout import Layout
 from zerograph.core.plan import Plan
 from zerograph.core.step import ITEM_SIZE, Op, Param, Step, Value, layer_of_activation
 from zerograph.planner.profile.liveness import Mode
-from zerograph.planner.profile.optimizer import with_updates
 from zerograph.planner.profile.regions import Profile, profile
 
 
@@ -45,14 +44,12 @@ class _Builder:
         return name
 
 
-WORLD, MOMENTS = 1, 2
-ALONE = Layout("rows", WORLD)
+ALONE = Layout("rows", 1)
 """The layout of traced parameters here; plans lay them over their ranks."""
-"""Of the updates that steps end with; the planner counts them for its own world and optimizer."""
 
 
-def step_of(layers: list[Layer], training: bool = True, updates: bool = True) -> Step:
-    """Forward, backward and updates of a stack of ``layers`` named ``blocks.0``, ``blocks.1``, ..."""
+def step_of(layers: list[Layer], training: bool = True) -> Step:
+    """Forward and backward of a stack of ``layers`` named ``blocks.0``, ``blocks.1``, ..."""
     build = _Builder()
     build.values.append(Value("x", layers[0].stream, "input"))
     stream = "x"
@@ -75,8 +72,7 @@ def step_of(layers: list[Layer], training: bool = True, updates: bool = True) ->
     build.op("loss", "forward", "", [stream], 4)
     if training:
         _backward(build, layers)
-    step = Step(tuple(build.ops), tuple(build.values), tuple(build.params), training, ("loss",))
-    return with_updates(step, MOMENTS) if updates else step
+    return Step(tuple(build.ops), tuple(build.values), tuple(build.params), training, ("loss",))
 
 
 def _backward(build: _Builder, layers: list[Layer]) -> None:
@@ -178,8 +174,7 @@ def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16"
         if small:
             gradient = scaled_back(f"first{i}", module, gradient)
         gradient = build.op(f"d_end{i}", "backward", module, [leaving, gradient], tokens * hidden * item)
-    step = Step(tuple(build.ops), tuple(build.values), tuple(build.params), True, ("loss",))
-    return with_updates(step, MOMENTS)
+    return Step(tuple(build.ops), tuple(build.values), tuple(build.params), True, ("loss",))
 
 
 def profile_of(step: Step, plan: Plan) -> Profile:

@@ -37,7 +37,6 @@ from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, i
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
-from zerograph.planner.profile.optimizer import with_updates
 from zerograph.runtime.buffers import dtype_name
 from zerograph.runtime.comm.axes import experts_on
 from zerograph.tiling.products import tilable
@@ -48,7 +47,6 @@ def capture(
     *,
     training: bool,
     world_size: int = 1,
-    moments: int = 2,
     tied: Mapping[str, tuple[str, ...]] | None = None,
     ends_at_break: bool = False,
     cut_by: tuple[CutBy, ...] = (),
@@ -59,9 +57,9 @@ def capture(
     Symbolic sizes are counted at the size that was traced.
 
     Args:
-        training: whether a backward, and then an update, follow the forward.
+        training: whether a backward follows the forward.
         ends_at_break: whether the user's code goes on behind a graph break.
-        world_size, moments, tied, cut_by, wires: see :class:`~zerograph.compiler.compilation.Compilation`.
+        world_size, tied, cut_by, wires: see :class:`~zerograph.compiler.compilation.Compilation`.
     """
     part, backward = _StepNodes(graph), backward_nodes(graph)
     returned = part.behind(n for n in output_of(graph).all_input_nodes if n not in backward)
@@ -89,7 +87,7 @@ def capture(
             by_sample, whole = batch_regions(part.ops, backward, params_read)
             regions += by_sample
         step = replace(step, token_regions=tuple(regions), whole_batches=tuple(whole.items()))
-    return with_updates(step, moments)
+    return step
 
 
 def _lookups(graph: fx.Graph) -> Iterator[Lookup]:

@@ -38,7 +38,6 @@ class Compilation:
         runtime_for: what the programs of a frame share when they run, by number, name and plan; None where none runs.
         agreement: how ranks agree on programs; None where there is one rank, and where ranks are simulated.
         tied: of each parameter that the model has several names for, the other ones.
-        moments: tensors that the optimizer is taken to keep per parameter; it may be made later than plans.
         repeats_layers: whether a few of many layers that are alike are traced in place of all.
         loss_only: whether a forward that trains returns None in place of logits.
         cut_by: whether plans may run layers for some tokens or some samples at a time.
@@ -55,7 +54,6 @@ class Compilation:
     runtime_for: Callable[[int, str, Plan], Runtime] | None = None
     agreement: Agreement | None = None
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    moments: int = 2
     repeats_layers: bool = True
     loss_only: bool = False
     cut_by: tuple[CutBy, ...] = ()

@@ -127,7 +127,6 @@ def _plan(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
         gm.graph,
         training=kind == "joint",
         world_size=made.world_size,
-        moments=made.moments,
         tied=made.tied,
         ends_at_break=frame.ends_at_break,
         cut_by=made.cut_by,

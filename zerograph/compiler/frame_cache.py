@@ -183,7 +183,7 @@ def _facts(frame: Frame) -> Iterator[str]:
     made = frame.compilation
     yield vector_instructions() if made.device.type == "cpu" else ""  # to find them takes a C++ compiler
     yield _settings()
-    yield repr((made.world_size, str(made.device), made.moments, made.repeats_layers, sorted(made.tied.items())))
+    yield repr((made.world_size, str(made.device), made.repeats_layers, sorted(made.tied.items())))
     yield repr((frame.plain, frame.ends_at_break))
 
 

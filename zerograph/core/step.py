@@ -15,7 +15,7 @@ from typing import Any, Literal
 from zerograph.core.layout import Collective, Layout, largest, transition
 
 Kind = Literal["param", "gathered", "activation", "gradient", "state", "temporary", "input"]
-Phase = Literal["forward", "backward", "update"]
+Phase = Literal["forward", "backward"]
 """The loss that a model computes is the end of its forward; one that the user computes of its outputs is no part of a
 step. Updates are the optimizer's, which follows the backward."""
 
@@ -295,10 +295,9 @@ class TokenRegion:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Forward and, when training, backward of one frame and the optimizer's update, in execution order.
+    """Forward and, when training, backward of one frame, in execution order.
 
     Attributes:
-        ops: updates are one per trainable parameter, see :mod:`zerograph.planner.profile.optimizer`.
         params: in order of first use in the forward.
         training: whether a backward follows.
         outputs: values that the forward returns to the user.
@@ -332,13 +331,3 @@ class Step:
         if laid or any(ranks % param.experts for param in self.params):
             return self
         return replace(self, params=tuple(replace(p, home=p.home.over(ranks // p.experts)) for p in self.params))
-
-    @property
-    def passes(self) -> tuple[Op, ...]:
-        """The operations of forward and backward, which are compiled, recomputed and moved about, unlike the update."""
-        return tuple(op for op in self.ops if op.phase != "update")
-
-    @property
-    def updates(self) -> tuple[Op, ...]:
-        """The operations of the optimizer."""
-        return tuple(op for op in self.ops if op.phase == "update")

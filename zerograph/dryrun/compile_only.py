@@ -215,7 +215,6 @@ class _Call:
                 plan_for=lambda code, step, _: planner.plan(code, step, params),
                 device=device,
                 tied=adoption.tied,
-                moments=moments,
                 repeats_layers=repeat_layers,
                 loss_only=config.loss_only,
                 cut_by=cut_by,

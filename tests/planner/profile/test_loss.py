@@ -20,7 +20,6 @@ from zerograph.planner import replay
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_untiled, with_loss_tiles
-from zerograph.planner.profile.optimizer import with_updates
 from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.rules import plan_step
@@ -36,7 +35,7 @@ LOGITS, WEIGHT, WORK = 2**32, 2**28, 10**13
 
 def with_head(layers: int = 3, logits: int = LOGITS, returned: bool = False) -> Step:
     """Layers, a product with logits, their logarithms and a loss; the backward of these before that of the layers."""
-    step = step_of([Layer(stream=10**7, inside=10**8, flops=10**12)] * layers, updates=False)
+    step = step_of([Layer(stream=10**7, inside=10**8, flops=10**12)] * layers)
     param = Param("head.weight", (WEIGHT // 4,), "float32", "float32", "float32", True, Layout("rows", 1))
 
     def op(name: str, phase: str, reads: tuple[str, ...], params: tuple[str, ...] = (), flops: int = 0) -> Op:
@@ -67,8 +66,7 @@ def with_head(layers: int = 3, logits: int = LOGITS, returned: bool = False) -> 
     )
     kept = tuple(v for v in step.values if v.name not in there)
     outputs = ("nll", "logs") if returned else ("nll",)
-    step = replace(step, ops=ops, values=(*kept, *values), params=(*step.params, param), outputs=outputs)
-    return with_updates(step, 2)
+    return replace(step, ops=ops, values=(*kept, *values), params=(*step.params, param), outputs=outputs)
 
 
 def test_the_head_is_found_with_all_that_is_as_large() -> None:

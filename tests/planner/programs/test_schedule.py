@@ -271,7 +271,7 @@ def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:
 def test_sources_are_lines_of_the_model() -> None:
     """Also of parameters, which a property of ours reads."""
     step = compiled(gated).frame.step
-    files = {op.source.rpartition(":")[0] for op in step.passes if op.source}
+    files = {op.source.rpartition(":")[0] for op in step.ops if op.source}
     assert __file__ in files
     assert not any(Path(file).is_relative_to(Path(zerograph.__file__).parent) for file in files)
-    assert all(op.source.startswith(__file__) for op in step.passes if "unshard" in op.target and op.module)
+    assert all(op.source.startswith(__file__) for op in step.ops if "unshard" in op.target and op.module)

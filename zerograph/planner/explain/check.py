@@ -123,7 +123,7 @@ def _other(a: Param, b: Param) -> list[str]:
 
 def _layers(step: Step, plan: Plan) -> Iterator[Found]:
     named = [*plan.recompute, *plan.save, *(name for name, _ in plan.offload)]
-    there = {layer_of(op.module) for op in step.passes} if named else set()
+    there = {layer_of(op.module) for op in step.ops} if named else set()
     if any(map(layer_of_activation, named)):
         there.update(op.activation for op in step.ops)
     for name in named:
@@ -169,17 +169,6 @@ def _reductions(step: Step, plan: Plan) -> Iterator[Found]:
             yield BEFORE, name, "", f"the gradient of {name} is reduced {done[name]} times, not {wanted}"
 
 
-def _updates(step: Step, plan: Plan) -> Iterator[Found]:
-    gradients = _gradients(step)
-    done = Counter(name for op in step.updates for name in op.params)
-    for name, wanted in _trained(step, done):
-        if done[name] != wanted:
-            yield BEFORE, name, "", f"{name} is updated {done[name]} times, not {wanted}"
-    for place, op in enumerate(step.ops):
-        if op.phase == "update" and gradients.isdisjoint(op.reads):
-            yield _at(place, op, f"{op.name} reads no gradient")
-
-
 def _gradients(step: Step) -> set[str]:
     return {value.name for value in step.values if value.kind == "gradient"}
 
@@ -217,6 +206,5 @@ CHECKS: Mapping[str, tuple[str, PlanCheck]] = {
     "tokens": ("layers in tiles of tokens can run so, with their weights at hand", _token_regions),
     "reads": ("every value is made once, before it is read", _reads),
     "reductions": ("every gradient is reduced once", _reductions),
-    "updates": ("every trainable parameter is updated once, with its gradient", _updates),
 }
 """Name of a check, what it makes sure of, and what finds the violations."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zerograph.core.files.planfile import Reason
 from zerograph.core.machine import is_disk
-from zerograph.core.param_bytes import kept_in_host, sent_bytes
+from zerograph.core.param_bytes import kept_in_host, sent_bytes, shard_bytes, update_bytes
 from zerograph.core.plan import DEVICE, Bucket, Overlap, Plan
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
@@ -75,7 +75,7 @@ def reasons(
             why = "no tensor wider than the model is whole; each tile reads their weights again"
             yield Reason("tokens", f"MLPs of {text}tokens", why)
     yield from under_way(plan)
-    yield from _updated(step, plan)
+    yield from _updated(step, plan, moments)
 
 
 def _activations(plan: Plan, why: str, again: float) -> Iterator[Reason]:
@@ -100,13 +100,14 @@ def under_way(plan: Plan) -> Iterator[Reason]:
         yield Reason("offloaded activations", text, "the copies of one take longer than a layer")
 
 
-def _updated(step: Step, plan: Plan) -> Iterator[Reason]:
+def _updated(step: Step, plan: Plan, moments: int) -> Iterator[Reason]:
     """The updates of the optimizer, and when they run."""
-    updates = step.updates
-    if updates:
-        done = f"{len(updates)} parameter" + ("" if len(updates) == 1 else "s") + " updated"
+    trained = [param for param in step.params if param.trainable and step.training]
+    if trained:
+        done = f"{len(trained)} parameter" + ("" if len(trained) == 1 else "s") + " updated"
         if all(bucket.placement.optimizer == "device" for bucket in plan.buckets):
-            done += f", {format_bytes(sum(op.moved for op in updates))} read and written"
+            moved = sum(update_bytes(param, shard_bytes(param) * moments) for param in trained)
+            done += f", {format_bytes(moved)} read and written"
         if plan.overlap == "backward":
             yield Reason("optimizer", f"{done} inside of the backward, by buckets", "no gradient is kept for its norm")
             return

@@ -121,7 +121,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
 
 def _of_activations(plan: Plan, step: Step) -> Plan:
     """``plan`` with its decisions on activations that ``step`` makes, which reads no sharded parameters."""
-    layers, head = {layer_of(op.module) for op in step.passes}, head_of(Graph.of(step)) if plan.head else None
+    layers, head = {layer_of(op.module) for op in step.ops}, head_of(Graph.of(step)) if plan.head else None
     if head is None or head.activation != plan.head:
         plan = replace(plan, loss_tiles=1, head="")
     recompute = tuple(layer for layer in plan.recompute if layer in layers)
@@ -167,7 +167,7 @@ _FIELDS = {
 
 
 def _layers(plan: Plan, step: Step) -> Iterator[str]:
-    layers = {layer_of(op.module) for op in step.passes} if plan.recompute or plan.offload else set()
+    layers = {layer_of(op.module) for op in step.ops} if plan.recompute or plan.offload else set()
     yield from (
         f"layer {layer} is recomputed in the plan, and not here" for layer in plan.recompute if layer not in layers
     )

@@ -40,7 +40,7 @@ class Graph:
 
     def __init__(self, step: Step) -> None:
         # As the partitioner does: operations of the forward that stand among those of the backward come first.
-        self.ops = sorted(step.passes, key=lambda op: op.phase == "backward")
+        self.ops = sorted(step.ops, key=lambda op: op.phase == "backward")
         self.backward = sum(op.phase == "forward" for op in self.ops)
         index = {value.name: i for i, value in enumerate(step.values)}
         self.step, self.values = step, step.values

@@ -173,7 +173,7 @@ def tiled(step: Step, head: Head, tiles: int) -> Step:
         again = not ahead and op.phase == "forward" and op.writes[0] in head.large
         return replace(op, again=True) if again else op
 
-    step = replace(step, ops=tuple(op if op.phase == "update" else placed(op) for op in step.ops))
+    step = replace(step, ops=tuple(map(placed, step.ops)))
     return in_tiles(step, head.large, head.weights, head.sums, tiles)
 
 

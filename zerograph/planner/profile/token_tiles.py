@@ -117,8 +117,6 @@ def in_tiles(step: Step, inside: Collection[str], moved: Mapping[str, int], sums
 
     def counted(op: Op) -> Op:
         own = sum(sizes[name] for name in (*op.reads, *op.writes) if name in inside)
-        if op.phase == "update":
-            return op
         op = replace(op, token_tiles=tiles) if own else op
         if op.name not in moved:
             return op

@@ -101,7 +101,7 @@ def recomputed_layers(step: Step, recompute: Recompute) -> tuple[str, ...]:
 
 def _layers(step: Step, asked: str) -> list[str]:
     """The repeated layers of a training step; warns where what was ``asked`` of them finds none."""
-    layers = list(dict.fromkeys(layer for op in step.passes if (layer := layer_of(op.module)))) if step.training else []
+    layers = list(dict.fromkeys(layer for op in step.ops if (layer := layer_of(op.module)))) if step.training else []
     if step.training and not layers:
         log.warning(
             "%s: this graph has no repeated layers (modules in nn.ModuleList or nn.Sequential), so what the "
