@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from zerograph.compiler.compilation import Compilation, Plain
+from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_joint, plan_joint, trace
 from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import Planner, plain
 from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.compiler.repetition.repeat import Joint, Repeat
-from zerograph.core.config import Config, CutBy
+from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import Machine
@@ -121,15 +121,47 @@ def compile_only(
         RuntimeError: a process group exists already: this process trains.
     """
     # Kernels are never needed: the programs are all that is asked for.
-    config = Config.of(**{"compute": "eager", **options})
-    there = torch.device(device)
-    cuts, ranks = config.cuts(searched or config.searches), (world_size, replicas)
-    call_of = _Call.of(make, config, ranks, per_host, batch, seq, sizes, moments, repeat_layers, there, cuts)
-    with without_gc(), call_of as call:
-        frame, joint = call.trace()
+    config, there = Config.of(**{"compute": "eager", **options}), torch.device(device)
+    if dist.is_initialized():
+        raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
+    with without_gc(), simulated_rank(0, world_size):
+        model, given = on_meta(make)
+        # Constants of the model's code are real tensors.
+        params, mode = plain(model.parameters()), FakeTensorMode(allow_non_fake_inputs=True)
+        adoption = _adopted(model, config, there)
+        planner = Planner(
+            config, world_size, adoption.params, there, moments=moments, replicas=replicas, per_host=per_host
+        )
+        compilation = Compilation(
+            world_size=world_size,
+            segments=SegmentCache(config.compute),
+            plan_for=lambda code, step, _: planner.plan(code, step, params),
+            device=there,
+            tied=adoption.tied,
+            repeats_layers=repeat_layers,
+            loss_only=config.loss_only,
+            cut_by=config.cuts(searched or config.searches),
+            wires=config.wires,
+            staging=planner.staging,
+            text_of=lambda gm: str(gm.graph),
+        )
+        fake_inputs = functools.partial(_fake_arguments, batch=batch, seq=seq, sizes=sizes, mode=mode, device=there)
+        inputs = fake_inputs(given)
+
+        def call(module: Callable[..., Any], inputs: Arguments = inputs) -> None:
+            with mode:
+                module(*inputs[0], **inputs[1])
+
+        def uncompiled() -> None:
+            again, brought = on_meta(make)
+            _fake(again, mode, there)
+            call(again, fake_inputs(brought))
+
+        # The meta device has too few kernels to trace on.
+        adoption.replace(_fake(model, mode, there))
+        frame, joint = _traced(model, adoption, compilation, call, uncompiled)
         (compile_joint if programs else plan_joint)(frame, joint)
-        states = call.planner.states(frame.step, call.params)
-        return Compiled(frame, call.config, _tokens((call.args, call.kwargs)), call.planner.searched, states)
+        return Compiled(frame, config, _tokens(inputs), planner.searched, planner.states(frame.step, params))
 
 
 def tracing(config: Config) -> dict[str, Any]:
@@ -149,125 +181,63 @@ def _fake_arguments(
     return cast(Arguments, map_tensors(lambda x: fakes[id(x)], found))
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of a model by a simulated rank.
+def _adopted(model: nn.Module, config: Config, device: torch.device) -> Adoption:
+    """The model's parameters, sharded over the simulated ranks."""
+    adopt.refuse_wrapped([model])
 
-    Attributes:
-        params: all of the model's.
-        mode: what the tensors of the call are fake in.
-        device: that they claim to be on.
+    def everything() -> list[Any]:
+        # The model's modules, and what was made since the collector went off: a process has millions of others, and
+        # looking through them took a third of a dry run.
+        return [*gc.get_objects(generation=0), *model.modules()]
+
+    adoption = Adoption(config, functools.partial(Ranks.connect, config), everything=everything)
+    adoption.shard([model], device)
+    return adoption
+
+
+def _traced(
+    model: nn.Module,
+    adoption: Adoption,
+    compilation: Compilation,
+    call: Callable[[Callable[..., Any]], None],
+    uncompiled: Callable[[], None],
+) -> tuple[Frame, Joint | Repeat]:
+    """The frame that Dynamo makes of a call of ``model``, and its joint graph.
+
+    Args:
+        call: calls what it is given on the inputs.
         uncompiled: makes the same call of the model as it was.
     """
+    found: list[tuple[Frame, Joint | Repeat | None]] = []
 
-    model: nn.Module
-    config: Config
-    params: tuple[Plain, ...]
-    adoption: Adoption
-    planner: Planner
-    compilation: Compilation
-    mode: FakeTensorMode
-    device: torch.device
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    uncompiled: Callable[[], object]
+    def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with errors_reach_users():
+            adoption.covers(gm, None)
+            frame = Frame(compilation, 0, traced_function())
+            found.append((frame, trace(frame, gm, inputs)))
+        raise Ended  # else Dynamo would write guards, of a call whose values nobody looks at
 
-    @classmethod
-    @contextmanager
-    def of(
-        cls,
-        make: Callable[[], Any],
-        config: Config,
-        ranks: tuple[int, int],
-        per_host: int | None,
-        batch: int,
-        seq: int,
-        sizes: Mapping[Dimension, int] | None,
-        moments: int,
-        repeat_layers: bool,
-        device: torch.device,
-        cut_by: tuple[CutBy, ...],
-    ) -> Iterator[_Call]:
-        """The call of what ``make`` returns, for rank 0 of ``ranks``, which exist inside of this context: so many that
-        split a parameter, and so many replicas; ``per_host`` as :func:`compile_only` has it."""
-        world_size, replicas = ranks
-        if dist.is_initialized():
-            raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
-        with simulated_rank(0, world_size):
-            model, given = on_meta(make)
-            # Constants of the model's code are real tensors.
-            params, mode = plain(model.parameters()), FakeTensorMode(allow_non_fake_inputs=True)
-            adopt.refuse_wrapped([model])
-
-            def everything() -> list[Any]:
-                # The model's modules, and what was made since the collector went off: a process has millions of others,
-                # and looking through them took a third of a dry run.
-                return [*gc.get_objects(generation=0), *model.modules()]
-
-            adoption = Adoption(config, functools.partial(Ranks.connect, config), everything=everything)
-            adoption.shard([model], device)
-            planner = Planner(
-                config, world_size, adoption.params, device, moments=moments, replicas=replicas, per_host=per_host
-            )
-            compilation = Compilation(
-                world_size=world_size,
-                segments=SegmentCache(config.compute),
-                plan_for=lambda code, step, _: planner.plan(code, step, params),
-                device=device,
-                tied=adoption.tied,
-                repeats_layers=repeat_layers,
-                loss_only=config.loss_only,
-                cut_by=cut_by,
-                wires=config.wires,
-                staging=planner.staging,
-                text_of=lambda gm: str(gm.graph),
-            )
-            args, kwargs = _fake_arguments(given, batch, seq, sizes, mode, device)
-
-            def uncompiled() -> None:
-                again, brought = on_meta(make)
-                _fake(again, mode, device)
-                positional, named = _fake_arguments(brought, batch, seq, sizes, mode, device)
-                with mode:
-                    again(*positional, **named)
-
-            yield cls(model, config, params, adoption, planner, compilation, mode, device, args, kwargs, uncompiled)
-
-    def trace(self) -> tuple[Frame, Joint | Repeat]:
-        """The frame that Dynamo makes of the call, and its joint graph."""
-        found: list[tuple[Frame, Joint | Repeat | None]] = []
-
-        def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            with errors_reach_users():
-                self.adoption.covers(gm, None)
-                frame = Frame(self.compilation, 0, traced_function())
-                found.append((frame, trace(frame, gm, inputs)))
-            raise Ended  # else Dynamo would write guards, of a call whose values nobody looks at
-
-        torch.compiler.reset()
-        # The meta device has too few kernels to trace on.
-        self.adoption.replace(_fake(self.model, self.mode, self.device))
-        try:
-            with self.mode:
-                torch.compile(self.model, backend=compiler, fullgraph=True)(*self.args, **self.kwargs)
-        except Ended:
-            pass
-        except (ZeroGraphError, BackendFailed):
+    torch.compiler.reset()
+    try:
+        call(torch.compile(model, backend=compiler, fullgraph=True))
+    except Ended:
+        pass
+    except (ZeroGraphError, BackendFailed):
+        raise
+    except Exception as error:
+        explained = explain_failure(error, uncompiled)
+        if explained is None:
             raise
-        except Exception as error:
-            explained = explain_failure(error, self.uncompiled)
-            if explained is None:
-                raise
-            raise explained from explained.__cause__
-        if not found:
-            raise UnsupportedError("the model computes nothing that could be compiled", "give one with a forward")
-        frame, joint = found[0]
-        if joint is None:
-            raise UnsupportedError(
-                "the model has no backward: none of its outputs depends on a trainable parameter",
-                "return the loss or the logits from forward",
-            )
-        return frame, joint
+        raise explained from explained.__cause__
+    if not found:
+        raise UnsupportedError("the model computes nothing that could be compiled", "give one with a forward")
+    frame, joint = found[0]
+    if joint is None:
+        raise UnsupportedError(
+            "the model has no backward: none of its outputs depends on a trainable parameter",
+            "return the loss or the logits from forward",
+        )
+    return frame, joint
 
 
 def _fake(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> dict[int, nn.Parameter]:
