@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, TypeVar
 
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Placement, Plan
 from zerograph.planner.programs.placement import STATES_OFFLOADED
-from zerograph.planner.search.search_space import SearchSpace
+from zerograph.planner.search.search_space import Candidate, SearchSpace, variant_of
 
 T = TypeVar("T")
 Item = Any
@@ -417,6 +417,26 @@ def first(start: Plan, own: Sequence[Decision], *, least: bool) -> Iterator[Plan
         for decision, frugal in zip(own, values, strict=True):
             plan = decision.apply(plan, frugal) if frugal else plan
         yield plan
+
+
+def first_of(decisions_of: Mapping[SearchSpace, Sequence[Decision]]) -> Iterator[Candidate]:
+    """The :func:`first` plans of each space; the smallest buckets of a variant come first, and need the least."""
+    variants = set()
+    for space, own in decisions_of.items():
+        for plan in first(space.plan, own, least=variant_of(space.plan) not in variants):
+            yield space.of(plan)
+        variants.add(variant_of(space.plan))
+
+
+def between(
+    decisions_of: Mapping[SearchSpace, Sequence[Decision]], best: Callable[[], Sequence[Candidate]], rounds: int
+) -> Iterator[Candidate]:
+    """The plans :func:`halfway` between neighbours of a space among the ``best``, which grow from round to round."""
+    for _ in range(rounds):
+        found = best()
+        for space, own in decisions_of.items():
+            for a, b in pairwise(c for c in found if c.space is space):
+                yield space.of(halfway(own, a.plan, b.plan))
 
 
 def every(decisions: Sequence[Decision], plan: Plan) -> Iterator[Plan]:

@@ -12,10 +12,10 @@ change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import product
 
-from zerograph.planner.search.decisions import Decision, first, halfway, spread
-from zerograph.planner.search.search_space import Candidate, SearchSpace, frontier, variant_of
+from zerograph.planner.search.decisions import Decision, between, first_of, spread
+from zerograph.planner.search.search_space import Candidate, SearchSpace, frontier
 from zerograph.sim.simulate import Peaks
 
 Decisions = Mapping[SearchSpace, Sequence[Decision]]
@@ -79,18 +79,14 @@ def _explored(decisions_of: Decisions, known: Sequence[Candidate], most: tuple[i
     if not decisions_of:
         return []
     found = dict.fromkeys(known)
-    variants = set()
-    for space, own in decisions_of.items():
-        for plan in first(space.plan, own, least=variant_of(space.plan) not in variants):
-            found[space.of(plan)] = None
-        variants.add(variant_of(space.plan))
+    found |= dict.fromkeys(first_of(decisions_of))
     end = len(found) + most[0]
     for one in _descents(decisions_of, found):
         found[one] = None
         if len(found) >= end:
             break
     end = len(found) + most[1]
-    for one in _halves(decisions_of, found):
+    for one in between(decisions_of, lambda: frontier(found), ROUNDS):
         found[one] = None
         if len(found) >= end:
             break
@@ -108,15 +104,6 @@ def _descents(decisions_of: Decisions, found: Mapping[Candidate, None]) -> Itera
                 tried = [now.space.of(plan) for plan in decision.changes(now.plan, 1)]
                 yield from tried
                 now = min((now, *tried), key=lambda c: _within(c, most))
-
-
-def _halves(decisions_of: Decisions, found: Mapping[Candidate, None]) -> Iterator[Candidate]:
-    """The candidates between plans that are neighbours in what they hold; ``found`` grows meanwhile."""
-    for _ in range(ROUNDS):
-        best = frontier(found)
-        for space, own in decisions_of.items():
-            for a, b in pairwise(c for c in best if c.space is space):
-                yield space.of(halfway(own, a.plan, b.plan))
 
 
 def _references(found: Sequence[Candidate]) -> list[Peaks]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from math import prod
 
-from zerograph.planner.search.decisions import Decision, every, first, halfway, neighbours, spread
+from zerograph.planner.search.decisions import Decision, between, every, first_of, neighbours, spread
 from zerograph.planner.search.peaks import with_lower_peaks
-from zerograph.planner.search.search_space import Candidate, SearchSpace, variant_of
+from zerograph.planner.search.search_space import Candidate, SearchSpace
 
 HALVINGS = 3
 """Times that what lies between two neighbours of the frontier is halved."""
@@ -49,11 +48,8 @@ class LocalSearch:
             groups: of items that decisions of deep steps are changed for, beside all of them; 0 for none.
             tile: whether operators may be tiled to lower a peak.
         """
-        variants = set()
-        for space, own in decisions_of.items():  # the smallest buckets of a variant come first
-            for plan in first(space.plan, own, least=variant_of(space.plan) not in variants):
-                self._add(space.of(plan))
-            variants.add(variant_of(space.plan))
+        for candidate in first_of(decisions_of):
+            self._add(candidate)
         few = all(len(space.plan.buckets) <= FEW for space in decisions_of)
         coarse = {space: [decision for decision in own if not decision.fine] for space, own in decisions_of.items()}
         # Decisions are independent: the plans of a space are the product of all choices.
@@ -113,13 +109,10 @@ class LocalSearch:
     def _halve(self, decisions_of: Mapping[SearchSpace, Sequence[Decision]], work: int) -> None:
         """Look between neighbours among the best plans of a space."""
         end = work + _work(decisions_of)
-        for _ in range(HALVINGS):
-            best = self._by_memory()
-            for space, own in decisions_of.items():
-                for a, b in pairwise(c for c in best if c.space is space):
-                    self._add(space.of(halfway(own, a.plan, b.plan)))
-                    if _work(decisions_of) >= end:
-                        return
+        for candidate in between(decisions_of, self._by_memory, HALVINGS):
+            self._add(candidate)
+            if _work(decisions_of) >= end:
+                return
 
 
 def _work(spaces: Iterable[SearchSpace]) -> int:
