@@ -302,7 +302,7 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
     world, gathered = plan.world_size, 0
     for b in plan.buckets:
         rates = Rates(machine, world, plan.compute_dtype)
-        (part,) = bucket_parts(b.name, b.params, 1, {}, rates, moments)
+        (part,) = bucket_parts(b.index, b.name, b.params, 1, {}, rates, moments)
         in_place = b.placement.parameters == "device" and (world == 1 or b.placement.optimizer != "device")
         placed = part.shards.at(b.placement)
         own = (placed.in_place if world == 1 else placed.copies * rates.overlaps) if in_place else 0

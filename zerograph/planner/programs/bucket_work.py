@@ -19,49 +19,45 @@ from zerograph.core.instructions import (
 from zerograph.core.machine import Tier, hops, is_disk
 from zerograph.core.plan import Placement
 from zerograph.core.step import Kind, layer_of_activation
+from zerograph.planner.programs.placement import BucketPart
 from zerograph.planner.programs.schedule import Piece, Scheduler
 
 
-def unsharded_register(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Placement | None) -> int:
+def unsharded_register(scheduler: Scheduler, part: BucketPart, own: Placement | None) -> int:
     """The register of a gathered bucket or tile; where it has its ``own`` placement, this rank's slice is held
     anyway."""
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
     size = part.unsharded
     if own is not None:
         placed = part.shards.at(own)
         size -= placed.in_place if scheduler.rates.world_size == 1 else placed.copies
-    return scheduler.registers.get(("unsharded", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
+    return scheduler.registers.get(("unsharded", *part.place, own), part.label, size, "gathered", bucket=part.bucket)
 
 
-def full_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
+def full_gradient(scheduler: Scheduler, part: BucketPart) -> int:
     """The register of the full gradient of a tile."""
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
     name = f"full gradient of {part.label}"
-    return scheduler.registers.get(("tile", bucket, tile, tiles), name, part.gradients, "gradient", bucket=bucket)
+    return scheduler.registers.get(("tile", *part.place), name, part.gradients, "gradient", bucket=part.bucket)
 
 
-def reduced_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool) -> int:
+def reduced_gradient(scheduler: Scheduler, part: BucketPart, leaves: bool) -> int:
     """The register of this rank's shards of reduced gradients; of some that ``leaves``, those that leave the device."""
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
     size = part.shards.gradient if leaves else part.reduced
-    key = ("reduced", bucket, tile, tiles, leaves)
-    return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient", bucket=bucket)
+    key = ("reduced", *part.place, leaves)
+    return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient", bucket=part.bucket)
 
 
-def offloaded_gradient(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) -> int:
+def offloaded_gradient(scheduler: Scheduler, part: BucketPart, tier: Tier) -> int:
     """The register of reduced gradients that have left the device for ``tier``."""
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
-    key, name = ("into", bucket, tile, tiles, tier), f"gradient of {part.label}"
-    return scheduler.registers.get(key, name, part.shards.gradient, "gradient", tier, bucket=bucket)
+    key, name = ("into", *part.place, tier), f"gradient of {part.label}"
+    return scheduler.registers.get(key, name, part.shards.gradient, "gradient", tier, bucket=part.bucket)
 
 
-def earlier_gradients(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) -> tuple[int, ...]:
+def earlier_gradients(scheduler: Scheduler, part: BucketPart, tier: Tier) -> tuple[int, ...]:
     """The registers of reduced gradients of the step before, beside those that this step makes: on ``tier`` those that
     leave for it, and on the device the others."""
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
     leaves = part.shards.gradient if tier != "device" else 0
-    key, name = ("earlier", bucket, tile, tiles, tier), f"gradient of {part.label}"
-    get = partial(scheduler.registers.get, bucket=bucket)
+    key, name = ("earlier", *part.place, tier), f"gradient of {part.label}"
+    get = partial(scheduler.registers.get, bucket=part.bucket)
     found = [get((*key, "leaves"), name, leaves, "gradient", tier)] if leaves else []
     if part.reduced > leaves:
         found.append(get((*key, "stays"), name, part.reduced - leaves, "gradient"))
@@ -72,13 +68,13 @@ def norm_register(scheduler: Scheduler) -> int:
     return scheduler.registers.get("norm", "norm of the gradients", 0, "temporary")
 
 
-def wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Placement | None) -> WaitGather:
-    return WaitGather(unsharded_register(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
+def wait_gather(scheduler: Scheduler, part: BucketPart, own: Placement | None) -> WaitGather:
+    return WaitGather(unsharded_register(scheduler, part, own), bucket=part.bucket, tile=part.tile, tiles=part.tiles)
 
 
-def free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Placement | None, ends: bool) -> Free:
-    unsharded = (unsharded_register(scheduler, bucket, tile, tiles, own),)
-    return Free(bucket, unsharded, unsharded, False, tile, tiles, ends)
+def free(scheduler: Scheduler, part: BucketPart, own: Placement | None, ends: bool) -> Free:
+    unsharded = (unsharded_register(scheduler, part, own),)
+    return Free(part.bucket, unsharded, unsharded, False, part.tile, part.tiles, ends)
 
 
 def wait_fetch(scheduler: Scheduler, register: int) -> WaitFetch:
@@ -98,44 +94,42 @@ def slice_of(
 
 
 def bring(
-    scheduler: Scheduler, bucket: int, tile: int, tiles: int, placement: Placement, own: Placement | None,
-    behind: tuple[int, ...],
-) -> list[Instruction]:  # fmt: skip
+    scheduler: Scheduler, part: BucketPart, placement: Placement, own: Placement | None, behind: tuple[int, ...]
+) -> list[Instruction]:
     """Fetch the shards of a bucket or tile from their tier into its slice of the whole, and gather it, ``behind`` these
     registers."""
-    part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
-    unsharded = unsharded_register(scheduler, bucket, tile, tiles, own)
-    tier = placement.parameters
-    size = part.shards.at(placement).fetched if tier != "device" else 0
-    if not size:
-        return [Gather(bucket, (), behind, unsharded, (), part.sent, tile, tiles)]
-    fetched = moves_up(scheduler, "shard", part.label, name, size, behind, (), (unsharded,), tier, bucket, tile)
-    return [*fetched, Gather(bucket, (), (unsharded,), unsharded, (), part.sent, tile, tiles)]
+    unsharded = unsharded_register(scheduler, part, own)
+    fetched = list[Instruction]()
+    if placement.parameters != "device" and part.shards.at(placement).fetched:
+        fetched, behind = _shards_up(scheduler, part, placement, behind, unsharded), (unsharded,)
+    return [*fetched, Gather(part.bucket, (), behind, unsharded, (), part.sent, part.tile, part.tiles)]
 
 
-def fetch(scheduler: Scheduler, bucket: int, placement: Placement, behind: tuple[int, ...]) -> list[Instruction]:
+def fetch(scheduler: Scheduler, part: BucketPart, placement: Placement, behind: tuple[int, ...]) -> list[Instruction]:
     """Fetch the shards of a bucket that is gathered later, ``behind`` these registers; a lone rank's are the whole."""
-    part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
-    size, shards = part.shards.at(placement).fetched, (fetched_shards(scheduler, bucket, placement),)
-    return moves_up(scheduler, "shard", part.label, name, size, behind, (), shards, placement.parameters, bucket, 0)
+    return _shards_up(scheduler, part, placement, behind, fetched_shards(scheduler, part, placement))
 
 
-def gather_fetched(scheduler: Scheduler, bucket: int, placement: Placement) -> Instruction:
-    part, shards, unsharded = (
-        scheduler.bucket_parts(bucket, 1)[0],
-        fetched_shards(scheduler, bucket, placement),
-        unsharded_register(scheduler, bucket, 0, 1, None),
-    )
-    return Gather(bucket, (), (shards,), unsharded, () if shards == unsharded else (shards,), part.sent)
+def _shards_up(
+    scheduler: Scheduler, part: BucketPart, placement: Placement, behind: tuple[int, ...], into: int
+) -> list[Instruction]:
+    what, size, (bucket, tile, _) = "shard", part.shards.at(placement).fetched, part.place
+    tier = placement.parameters
+    return moves_up(scheduler, what, part.label, part.name, size, behind, (), (into,), tier, bucket, tile)
 
 
-def fetched_shards(scheduler: Scheduler, bucket: int, placement: Placement) -> int:
+def gather_fetched(scheduler: Scheduler, part: BucketPart, placement: Placement) -> Instruction:
+    shards, unsharded = fetched_shards(scheduler, part, placement), unsharded_register(scheduler, part, None)
+    return Gather(part.bucket, (), (shards,), unsharded, () if shards == unsharded else (shards,), part.sent)
+
+
+def fetched_shards(scheduler: Scheduler, part: BucketPart, placement: Placement) -> int:
     """The register of the fetched shards of a bucket."""
     if scheduler.rates.world_size == 1:
-        return unsharded_register(scheduler, bucket, 0, 1, None)
-    part = scheduler.bucket_parts(bucket, 1)[0]
+        return unsharded_register(scheduler, part, None)
     size = part.shards.at(placement).fetched
-    return scheduler.registers.get(("shards", bucket, size), f"shards of {part.label}", size, "param", bucket=bucket)
+    key, name = ("shards", part.bucket, size), f"shards of {part.label}"
+    return scheduler.registers.get(key, name, size, "param", bucket=part.bucket)
 
 
 def activations_up(
@@ -191,20 +185,17 @@ def moves_down(
     ]
 
 
-def reduce(
-    scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool, grads: tuple[int, ...], again: bool
-) -> Reduce:
-    part = scheduler.bucket_parts(bucket, tiles)[tile]
-    out = reduced_gradient(scheduler, bucket, tile, tiles, leaves)
+def reduce(scheduler: Scheduler, part: BucketPart, leaves: bool, grads: tuple[int, ...], again: bool) -> Reduce:
+    out = reduced_gradient(scheduler, part, leaves)
     reads = (*grads, out) if again else grads  # it is added to what is there
-    return Reduce(bucket, (), reads, out, grads, part.summed, tile, tiles, averaged=part.averaged)
+    return Reduce(part.bucket, (), reads, out, grads, part.summed, part.tile, part.tiles, averaged=part.averaged)
 
 
 def wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool) -> WaitReduce:
     outs: tuple[int, ...] = (norm_register(scheduler),) if last else ()
     if leaves:
         part = scheduler.bucket_parts(reduce.bucket, reduce.tiles)[reduce.tile]
-        key = ("stays", reduce.bucket, reduce.tile, reduce.tiles)
+        key = ("stays", *part.place)
         # What is not sharded stays on the device.
         size = part.reduced - part.shards.gradient
         outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)

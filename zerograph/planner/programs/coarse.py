@@ -36,6 +36,7 @@ from zerograph.core.program import Program, ends_resident, stays_resident
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.planner.programs import bucket_work
 from zerograph.planner.programs.host_parts import with_host_parts
+from zerograph.planner.programs.placement import BucketPart
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
 from zerograph.planner.programs.updates import follow_late, slot_of, update_beside, update_late, update_offloaded
 
@@ -99,9 +100,8 @@ class _CoarsePrograms:
         self.late: deque[int] = deque()  # buckets that the forward is still to update, in the order of its gathers
         self.updated: dict[int, tuple[int, ...]] = {}  # buckets updated so far, with the registers of their ends
         self.updates = 0  # of states off the device, so far
-        self.ends: list[
-            tuple[int, int, int, Placement, tuple[int, ...]]
-        ] = []  # of updates beside this step: of whom, and registers
+        # Of updates beside this step: of whom, and registers.
+        self.ends: list[tuple[BucketPart, Placement, tuple[int, ...]]] = []
         # Buckets and tiles -> registers of gradients of the step before, where updates are a step late.
         self.earlier: dict[tuple[int, int], tuple[int, ...]] = {}
         self.given = self._earlier_gradients()  # registers that the step before has filled
@@ -168,10 +168,10 @@ class _CoarsePrograms:
                 bucket = phase.intervals[interval].bucket
                 if bucket in self.fetched:
                     self.fetched.remove(bucket)
-                    instructions.append(self._once(bucket_work.gather_fetched, bucket, self.buckets[bucket].placement))
-                instructions.append(
-                    self._once(bucket_work.wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket))
-                )
+                    instructions.append(
+                        self._once(bucket_work.gather_fetched, self.parts[bucket][0], self.buckets[bucket].placement)
+                    )
+                instructions.append(self._once(bucket_work.wait_gather, self.parts[bucket][0], self._own(bucket)))
             # Behind the frees and gathers of intervals that begin here: the pass `reduce` uses the next cut, too.
             for bucket in ready:
                 self._reduce(bucket, 0, phase.gradients[bucket])
@@ -212,31 +212,30 @@ class _CoarsePrograms:
         for i in range(slices):
             read: list[int] = []
             makes: list[int] = []
-            free: list[tuple[int, int]] = []
-            ends: list[tuple[int, int]] = []
+            free: list[BucketPart] = []
+            ends: list[BucketPart] = []
             for bucket in (*piece.reads, *(b for b in piece.makes if b not in piece.reads)):
                 tiles = self.buckets[bucket].tiles
                 # A piece runs in as many slices as its finest bucket has tiles: others keep a tile for several slices.
                 tile = i * tiles // slices
                 begins = i == 0 or tile != (i - 1) * tiles // slices
                 ended = i == slices - 1 or tile != (i + 1) * tiles // slices
+                part = self.parts[bucket][tile]
                 if bucket in brought:
                     for ahead in range(brought[bucket], min(tiles, tile + self.ahead[bucket] + 1) if begins else 0):
                         self._bring(bucket, ahead)
                         brought[bucket] += 1
-                    instructions.append(self._once(bucket_work.wait_gather, bucket, tile, tiles, None))
-                    read.append(self._once(bucket_work.unsharded_register, bucket, tile, tiles, None))
-                    free += [(bucket, tile)] if ended else []
+                    instructions.append(self._once(bucket_work.wait_gather, part, None))
+                    read.append(self._once(bucket_work.unsharded_register, part, None))
+                    free += [part] if ended else []
                 if bucket in piece.makes:
-                    makes += [self._once(bucket_work.full_gradient, bucket, tile, tiles)] if begins else []
-                    ends += [(bucket, tile)] if ended else []
+                    makes += [self._once(bucket_work.full_gradient, part)] if begins else []
+                    ends += [part] if ended else []
             instructions.append(self._once(bucket_work.slice_of, piece, full, i, tuple(read), tuple(makes)))
-            for bucket, tile in free:
-                instructions.append(self._once(bucket_work.free, bucket, tile, self.buckets[bucket].tiles, None, False))
-            for bucket, tile in ends:
-                self._reduce(
-                    bucket, tile, (self._once(bucket_work.full_gradient, bucket, tile, self.buckets[bucket].tiles),)
-                )
+            for part in free:
+                instructions.append(self._once(bucket_work.free, part, None, False))
+            for part in ends:
+                self._reduce(part.bucket, part.tile, (self._once(bucket_work.full_gradient, part),))
 
     def _gather(self, bucket: int) -> None:
         if bucket not in self.unsharded:
@@ -245,9 +244,8 @@ class _CoarsePrograms:
                 self._update_late()
             if self._gathers_late(bucket):
                 self.fetched.add(bucket)
-                self.instructions += self._once(
-                    bucket_work.fetch, bucket, self.buckets[bucket].placement, self._behind(bucket)
-                )
+                part, placement = self.parts[bucket][0], self.buckets[bucket].placement
+                self.instructions += self._once(bucket_work.fetch, part, placement, self._behind(bucket))
             else:
                 self._bring(bucket, 0)
             if self.late:
@@ -262,10 +260,8 @@ class _CoarsePrograms:
 
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
-        placement, tiles = self.buckets[bucket].placement, self.buckets[bucket].tiles
-        self.instructions += self._once(
-            bucket_work.bring, bucket, tile, tiles, placement, self._own(bucket), self._behind(bucket)
-        )
+        part, placement = self.parts[bucket][tile], self.buckets[bucket].placement
+        self.instructions += self._once(bucket_work.bring, part, placement, self._own(bucket), self._behind(bucket))
 
     def _behind(self, bucket: int) -> tuple[int, ...]:
         """The ends of the update that a gather of a bucket waits for: of all its tiles, as the runtime does."""
@@ -288,20 +284,20 @@ class _CoarsePrograms:
             if not stays_resident(self.buckets[bucket].residency, phase.name):
                 self.unsharded.remove(bucket)
                 ends = ends_resident(self.buckets[bucket].residency, phase.name)
-                self.instructions.append(self._once(bucket_work.free, bucket, 0, 1, self._own(bucket), ends))
+                self.instructions.append(self._once(bucket_work.free, self.parts[bucket][0], self._own(bucket), ends))
 
     def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
         """Start a reduction, for which the compute waits when a later one starts."""
-        tiles = self.buckets[bucket].tiles
+        part = self.parts[bucket][tile]
         self.reduced[bucket] = None
         if len(self.under_way) == self.plan.reductions:
             self._wait_reduce()
         # A bucket whose gradients are unsharded has none that could leave.
-        leaves = self._leaves(bucket) and self.parts[bucket][tile].shards.gradient > 0
+        leaves = self._leaves(bucket) and part.shards.gradient > 0
         again = (bucket, tile) in self.summed  # a tied parameter's tiles: the head's gradient, then the embedding's
         self.summed.add((bucket, tile))
         added = again and self.buckets[bucket].placement.spilled == "device"
-        reduce = self._once(bucket_work.reduce, bucket, tile, tiles, leaves, grads, added)
+        reduce = self._once(bucket_work.reduce, part, leaves, grads, added)
         self.under_way.append((reduce, leaves, again))
         self.instructions.append(reduce)
 
@@ -325,10 +321,10 @@ class _CoarsePrograms:
 
     def _gradient(self, bucket: int, tile: int) -> int:
         """The register of the gradient by which a bucket or tile is updated."""
-        tiles, tier = self.buckets[bucket].tiles, self.buckets[bucket].placement.spilled
+        part, tier = self.parts[bucket][tile], self.buckets[bucket].placement.spilled
         if tier != "device":
-            return self._once(bucket_work.offloaded_gradient, bucket, tile, tiles, tier)
-        return bucket_work.reduced_gradient(self.scheduler, bucket, tile, tiles, self._leaves(bucket))
+            return self._once(bucket_work.offloaded_gradient, part, tier)
+        return bucket_work.reduced_gradient(self.scheduler, part, self._leaves(bucket))
 
     def _offload_saved(self, region: int) -> None:
         """Offload what no later layer of the forward reads, of layers whose activations are offloaded."""
@@ -388,11 +384,11 @@ class _CoarsePrograms:
 
     def _update_beside(self, bucket: int) -> tuple[int, ...]:
         """Begin the update of a bucket whose states are off the device; the gradients that go with it."""
-        placement, tiles, gradients = self.buckets[bucket].placement, self.buckets[bucket].tiles, list[int]()
+        placement, gradients = self.buckets[bucket].placement, list[int]()
         for tile, part in enumerate(self.parts[bucket]):
             if part.shards.gradient:
                 gradients.append(self._gradient(bucket, tile))
-                moves, ends = self._once(update_beside, bucket, tile, tiles, placement, self.updates, (gradients[-1],))
+                moves, ends = self._once(update_beside, part, placement, self.updates, (gradients[-1],))
                 self.instructions += moves
                 self.updates += 1
                 self.updated[bucket] = self.updated.get(bucket, ()) + ends
@@ -402,19 +398,18 @@ class _CoarsePrograms:
         """Begin the updates of the step before that run beside this whole step; all its gradients are there until both
         have ended."""
         for bucket in self.plan.buckets:
-            placement, tiles = self.buckets[bucket.index].placement, bucket.tiles
+            placement = self.buckets[bucket.index].placement
             late = updated_late(self.plan, bucket)
             for tile, part in enumerate(self.parts[bucket.index]):
                 if not part.reduced:
                     continue
-                held = self._once(bucket_work.earlier_gradients, bucket.index, tile, tiles, placement.spilled)
+                held = self._once(bucket_work.earlier_gradients, part, placement.spilled)
                 self.earlier[bucket.index, tile] = held
                 self.given += held
                 if late and part.shards.gradient:
-                    key = bucket.index, tile, tiles, placement
-                    moves, ends = self._once(update_late, *key, self.updates, held[0])
+                    moves, ends = self._once(update_late, part, placement, self.updates, held[0])
                     self.instructions += moves
-                    self.ends.append((*key, ends))
+                    self.ends.append((part, placement, ends))
                     self.updates += 1
             if late:
                 self.updated[bucket.index] = ()
@@ -465,22 +460,14 @@ class _CoarsePrograms:
         if self.rates.staging == "device":
             self.instructions += here
         for bucket in (bucket for bucket in host if bucket not in self.updated):
-            tiles = buckets[bucket].tiles
+            placement = buckets[bucket].placement
             for tile, part in enumerate(self.parts[bucket]):
                 if part.shards.gradient:
                     arrived = self.earlier.get((bucket, tile), ())[:1]
                     if not arrived and bucket in self.reduced:
                         arrived = (self._gradient(bucket, tile),)
                     self.instructions += self._once(
-                        update_offloaded,
-                        bucket,
-                        tile,
-                        tiles,
-                        self.plan.update,
-                        buckets[bucket].placement,
-                        self.updates,
-                        arrived,
-                        self.norm,
+                        update_offloaded, part, self.plan.update, placement, self.updates, arrived, self.norm
                     )
                     self.updates += 1
         if self.rates.staging != "device":

@@ -135,11 +135,12 @@ class Shards:
         return ("device", -left), (placement.optimizer, own.optimizer), (placement.parameters, own.parameters)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a scheduler makes each once, and finds instructions by it
 class BucketPart:
     """A bucket, or a tile of its one parameter: tile *i* is the *i*-th slice of the rows of every rank's shard.
 
     Attributes:
+        bucket, tile, tiles: which of how many tiles of which bucket it is.
         name: of the bucket.
         label: of this part, for people: the name, or ``blocks.3 tile 2/4``.
         unsharded: bytes when gathered.
@@ -152,6 +153,9 @@ class BucketPart:
         updated: parameters whose states can.
     """
 
+    bucket: int
+    tile: int
+    tiles: int
     name: str
     label: str
     unsharded: int
@@ -163,9 +167,14 @@ class BucketPart:
     shards: Shards
     updated: int
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """What tells its registers apart."""
+        return self.bucket, self.tile, self.tiles
+
 
 def bucket_parts(
-    name: str, params: Sequence[Param], tiles: int, full: Mapping[str, int], rates: Rates, moments: int
+    bucket: int, name: str, params: Sequence[Param], tiles: int, full: Mapping[str, int], rates: Rates, moments: int
 ) -> tuple[BucketPart, ...]:
     """The bucket of ``params`` in ``tiles`` parts; ``full`` are bytes of full gradients by parameter."""
     trainable = [p for p in params if p.trainable]
@@ -185,6 +194,9 @@ def bucket_parts(
 
     return tuple(
         BucketPart(
+            bucket=bucket,
+            tile=tile,
+            tiles=tiles,
             name=name,
             label=name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}",
             unsharded=part(gathered, tile),

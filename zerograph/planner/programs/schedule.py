@@ -180,7 +180,7 @@ class Scheduler:
         key = (bucket, tiles)
         if key not in self._bucket_parts:
             self._bucket_parts[key] = bucket_parts(
-                self.names[bucket], self.buckets[bucket], tiles, self._full_gradients, self.rates, self.moments
+                bucket, self.names[bucket], self.buckets[bucket], tiles, self._full_gradients, self.rates, self.moments
             )
         return self._bucket_parts[key]
 

@@ -34,14 +34,10 @@ from zerograph.planner.programs.schedule import Registers
 
 
 class Buckets(Protocol):
-    """The facts about buckets that an update needs."""
+    """The registers that an update needs, and how fast the machine is."""
 
-    names: Sequence[str]
     rates: Rates
     registers: Registers
-
-    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
-        """A bucket in so many tiles."""
 
 
 def slot_of(scheduler: Buckets, ring: str, number: int) -> int:
@@ -53,9 +49,7 @@ def slot_of(scheduler: Buckets, ring: str, number: int) -> int:
 
 def update_offloaded(
     scheduler: Buckets,
-    bucket: int,
-    tile: int,
-    tiles: int,
+    part: BucketPart,
     where: UpdatePlace,
     placement: Placement,
     number: int,
@@ -65,64 +59,64 @@ def update_offloaded(
     """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
     arguments are those of :func:`host_update`."""
     update = _update_through_device if where == "device" and placement.optimizer == "host" else host_update
-    return update(scheduler, bucket, tile, tiles, placement, number, arrived, norm)
+    return update(scheduler, part, placement, number, arrived, norm)
 
 
 def update_beside(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, placement: Placement, number: int,
+    scheduler: Buckets, part: BucketPart, placement: Placement, number: int,
     gradients: tuple[int, ...],
 ) -> tuple[list[OffDevice], tuple[int, ...]]:  # fmt: skip
     """:func:`host_update` beside a backward, or beside a forward by gradients of the step before: these go with it.
     Also the registers of its ends, behind which the parameters are gathered."""
-    made = host_update(scheduler, bucket, tile, tiles, placement, number, gradients, -1)
+    made = host_update(scheduler, part, placement, number, gradients, -1)
     reader = max(at for at, each in enumerate(made) if gradients[-1] in each.reads)
     made[reader] = replace(made[reader], dead=(*made[reader].dead, *gradients))
-    return made, _ends(scheduler, made, bucket, tile, tiles)
+    return made, _ends(scheduler, made, part)
 
 
-def _ends(scheduler: Buckets, made: list[OffDevice], bucket: int, tile: int, tiles: int) -> tuple[int, ...]:
+def _ends(scheduler: Buckets, made: list[OffDevice], part: BucketPart) -> tuple[int, ...]:
     """Let each of ``made`` that changes anything write its end; returns these registers, the update's first."""
     ends = list[int]()
     for at, each in enumerate(made):
         if each.operation not in ("read", "spill"):
             name = f"end of the {each.operation} of {each.label}"
-            ends.append(scheduler.registers.get(("end", each.operation, bucket, tile, tiles), name, 0, "temporary"))
+            ends.append(scheduler.registers.get(("end", each.operation, *part.place), name, 0, "temporary"))
             made[at] = replace(each, writes=(*each.writes, ends[-1]))
     return tuple(ends)
 
 
 def update_late(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, placement: Placement, number: int, gradient: int
+    scheduler: Buckets, part: BucketPart, placement: Placement, number: int, gradient: int
 ) -> tuple[list[OffDevice], tuple[int, ...]]:
     """The update on the host beside a whole step, by a gradient of the step before, and the registers of its ends."""
     own = replace(placement, parameters="host")  # copies elsewhere wait for that
-    made = host_update(scheduler, bucket, tile, tiles, own, number, (gradient,), -1)
-    return made, _ends(scheduler, made, bucket, tile, tiles)
+    made = host_update(scheduler, part, own, number, (gradient,), -1)
+    return made, _ends(scheduler, made, part)
 
 
 def follow_late(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, placement: Placement, ends: tuple[int, ...], norm: int
+    scheduler: Buckets, part: BucketPart, placement: Placement, ends: tuple[int, ...], norm: int
 ) -> list[Instruction]:
     """Wait for the ``ends`` of :func:`update_late` behind the step beside which that ran, and let the copies follow."""
     behind: list[Instruction] = [WaitFetch(end) for end in ends]
     if placement.parameters == "device":
-        part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
         size, reads = part.shards.at(placement).copies, (*ends[:1], norm) if norm >= 0 else ends[:1]
-        behind.append(Move("host", "device", "parameters", part.label, module, size, reads, (), (), bucket, tile))
+        behind.append(
+            Move("host", "device", "parameters", part.label, part.name, size, reads, (), (), part.bucket, part.tile)
+        )
     return behind
 
 
 def _update_through_device(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, placement: Placement, number: int, arrived: tuple[int, ...],
-    norm: int,
-) -> list[OffDevice]:  # fmt: skip
+    scheduler: Buckets, part: BucketPart, placement: Placement, number: int, arrived: tuple[int, ...], norm: int
+) -> list[OffDevice]:
     """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
-    part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     gradient, placed = part.shards.gradient, part.shards.at(placement)
+    (bucket, tile, tiles), module = part.place, part.name
     slot, beside = slot_of(scheduler, "update", number), placement.parameters == "host"
 
     def here(what: str, size: int, kind: Kind) -> tuple[int, ...]:
-        key = ("on the device", what, bucket, tile, tiles)
+        key = ("on the device", what, *part.place)
         return (scheduler.registers.get(key, f"{what} of {part.label} on the device", size, kind),) if size else ()
 
     # New parameters that live on the device are written there; what has no copy passes through like states.
@@ -142,9 +136,8 @@ def _update_through_device(
 
 
 def host_update(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, placement: Placement, number: int, arrived: tuple[int, ...],
-    norm: int,
-) -> list[OffDevice]:  # fmt: skip
+    scheduler: Buckets, part: BucketPart, placement: Placement, number: int, arrived: tuple[int, ...], norm: int
+) -> list[OffDevice]:
     """The update of a bucket or tile whose states live off the device.
 
     Args:
@@ -152,17 +145,17 @@ def host_update(
         arrived: the registers of its gradient, wherever that is.
         norm: the register that is ready when all gradients are; -1 where there are none.
     """
-    part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
     gradient, placed = part.shards.gradient, part.shards.at(placement)
-    staging, slot = rates.staging, slot_of(scheduler, "update", number)
+    (bucket, tile, tiles), label, module = part.place, part.label, part.name
+    staging, slot = scheduler.rates.staging, slot_of(scheduler, "update", number)
     start = (norm,) if norm >= 0 else ()
     # An update on the host reads and writes memory of the host: all else passes a staging buffer.
     in_place = {"host", staging}
     copies = placement.spilled not in in_place
 
     def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
-        key = ("staged", what, bucket, tile, tiles)
-        name = f"staged {what} of {part.label}"
+        key = ("staged", what, *part.place)
+        name = f"staged {what} of {label}"
         # On a CPU all of it passes through slots, which are held from step to step.
         held = size if staging != "device" else 0
         return (scheduler.registers.get(key, name, held, kind, staging),) if size else ()
@@ -175,7 +168,7 @@ def host_update(
     if placement.spilled == "device" and copies:
         reads = (*start, *arrived)
         instructions.append(
-            Move("device", "host", "gradient", part.label, module, gradient, reads, gradients, (), bucket, tile, slot)
+            Move("device", "host", "gradient", label, module, gradient, reads, gradients, (), bucket, tile, slot)
         )
     # None is farther than the optimizer's tier, so that all of a bucket that is on a disk is on that one.
     disk, spilled, leaves = placement.optimizer, is_disk(placement.gradients), is_disk(placement.parameters)
@@ -183,33 +176,22 @@ def host_update(
     if read:
         size = (placed.optimizer + shared) * bool(states) + gradient * spilled
         reads = (*start, *(() if placement.gradients == "device" else arrived))
-        instructions.append(Move(disk, "host", "states", part.label, module, size, reads, read, (), bucket, tile, slot))
+        instructions.append(Move(disk, "host", "states", label, module, size, reads, read, (), bucket, tile, slot))
     copy = staged("copy", placed.copies, "param") if placement.parameters not in in_place else ()
     inputs = (*start, *(() if copies else arrived), *gradients, *states)
     instructions.append(
         HostUpdate(
-            part.label,
-            module,
-            placed.traffic,
-            inputs,
-            (*states, *copy),
-            gradients,
-            bucket,
-            tile,
-            slot,
-            updated=part.updated,
-            tiles=tiles,
+            label, module, placed.traffic, inputs, (*states, *copy), gradients, bucket, tile, slot,
+            updated=part.updated, tiles=tiles,
         )
-    )
+    )  # fmt: skip
     if states:
         writes = states + copy * leaves
         size = placed.optimizer + shared + placed.copies * leaves
-        instructions.append(
-            Move("host", disk, "states", part.label, module, size, writes, (), writes, bucket, tile, slot)
-        )
+        instructions.append(Move("host", disk, "states", label, module, size, writes, (), writes, bucket, tile, slot))
     if placement.parameters == "device" and copy:
         instructions.append(
-            Move("host", "device", "parameters", part.label, module, placed.copies, copy, (), copy, bucket, tile, slot)
+            Move("host", "device", "parameters", label, module, placed.copies, copy, (), copy, bucket, tile, slot)
         )
     return instructions
 
@@ -237,11 +219,11 @@ def update_program(
     if streams is not None:
         known = _Known(names, streams, registers, plan.buckets, state_sizes)
         there = (b.index for b in plan.buckets if b.placement.optimizer != "device" and b.index not in inside)
-        offloaded = [index for index in there if known.bucket_parts(index, 1)[0].shards.at(STATES_OFFLOADED).optimizer]
+        offloaded = [index for index in there if known.part(index).shards.at(STATES_OFFLOADED).optimizer]
         for number, bucket in enumerate(offloaded):
             placement = plan.buckets[bucket].placement
             instructions += update_offloaded(
-                known, bucket, 0, 1, plan.update, placement, number, arrived.get(bucket, ()), -1
+                known, known.part(bucket), plan.update, placement, number, arrived.get(bucket, ()), -1
             )
     on_device = device_update([bucket.params for bucket in plan.buckets], [*offloaded, *inside], state_sizes)
     if on_device.sizes or not (offloaded or inside):
@@ -273,7 +255,7 @@ def with_updates_inside(
                 gradients[each.bucket] = each.writes
             case BeginUpdate(bucket=bucket) if bucket in gradients:
                 placement = plan.placement_of(plan.buckets[bucket])
-                instructions += update_beside(known, bucket, 0, 1, placement, len(found), gradients[bucket])[0]
+                instructions += update_beside(known, known.part(bucket), placement, len(found), gradients[bucket])[0]
                 found.append(bucket)
         instructions.append(each)
     contents = tuple(registers.contents)
@@ -291,9 +273,9 @@ class _Known:
     buckets: Sequence[Bucket]
     state_sizes: Mapping[str, int]
 
-    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
+    def part(self, bucket: int) -> BucketPart:
         """The bucket, as a whole."""
-        rates, params = self.rates, self.buckets[bucket].params
-        (part,) = bucket_parts(self.names[bucket], params, tiles, {}, rates, 0)
+        params = self.buckets[bucket].params
+        (part,) = bucket_parts(bucket, self.names[bucket], params, 1, {}, self.rates, 0)
         states = sum(self.state_sizes.get(p.name, 0) for p in params if p.sharded)
-        return (replace(part, shards=replace(part.shards, moments=states)),)
+        return replace(part, shards=replace(part.shards, moments=states))
