@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+from zerograph.core.errors import ZeroGraphError
+
 TIMEOUT = 180.0
 """Seconds a call may take before its group is killed and the test fails."""
 
@@ -61,6 +63,16 @@ def run(
     if group is None or not group.alive:
         group = _GROUPS[world_size] = _Group(world_size)
     return group.call(function, args, timeout)
+
+
+def refused(function: Callable[..., Any], *args: Any) -> str:
+    """For a rank to return: kind and text of our error that ``function(*args)`` raises.
+
+    An error that leaves a rank ends the processes of its group, and the next test would compile its models again.
+    """
+    with pytest.raises(ZeroGraphError) as caught:
+        function(*args)
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 @contextmanager

@@ -348,7 +348,7 @@ def _branches_by_rank(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["auto", "group"])
 def test_branches_that_differ_between_ranks_after_compiling(transport: str) -> None:
-    run(2, _branches_by_rank, transport, fresh=True)
+    run(2, _branches_by_rank, transport)
 
 
 class ShapeOnly(Branches):

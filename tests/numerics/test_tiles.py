@@ -388,7 +388,7 @@ def _looks_up(compute: str) -> list[str]:
 
 @pytest.mark.parametrize("compute", ["eager", "inductor"])
 def test_what_is_no_row_is_an_error_as_without_tiles(compute: str) -> None:
-    for text in run(2, _looks_up, compute, fresh=True):
+    for text in run(2, _looks_up, compute):
         assert all("index out of" in message for message in text)
 
 
@@ -399,7 +399,7 @@ def _differently() -> str:
 
 
 def test_ranks_that_differ_in_their_tiles_hear_of_which(tmp_path: Path) -> None:
-    assert any("up.weight rows 0 to" in text for text in run(2, _differently, fresh=True))
+    assert any("up.weight rows 0 to" in text for text in run(2, _differently))
 
 
 def gpt() -> tuple[nn.Module, tuple[Tensor]]:
