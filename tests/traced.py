@@ -111,9 +111,15 @@ def trace(backend: Backend, model: nn.Module, params: Mapping[str, nn.Parameter]
         return lambda *_: outputs
 
     torch.compiler.reset()
-    torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)(*given)
+    with patch.object(model, "_compiled_call_impl", None):  # where compile_once() put what asks for this
+        torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)(*given)
     torch.compiler.reset()  # or Dynamo would hold the model and its backend
     return found[0]
+
+
+def compile_once(model: nn.Module, backend: Backend, kind: Any = None) -> None:
+    """As ``model.compile(backend=backend)``, of a model that is traced once in a process: see :class:`TracedOnce`."""
+    model._compiled_call_impl = TracedOnce(model, backend, kind)
 
 
 class TracedOnce:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
+from traced import compile_once
 
 import zerograph
 from zerograph.core.errors import ConfigError, RankError, StorageError, UnsupportedError, ZeroGraphError
@@ -126,11 +127,15 @@ def of(model: nn.Module, **options: Any) -> OneBitAdam:
     return OneBitAdam([{"params": matrices}, {"params": others}], **given | options)
 
 
-def made(stage: int, **options: Any) -> tuple[nn.Module, zerograph.Backend, OneBitAdam]:
-    torch._dynamo.reset()
+def made(stage: int, once: bool = True, **options: Any) -> tuple[nn.Module, zerograph.Backend, OneBitAdam]:
+    """Traced ``once`` for all models, or as any model is compiled."""
     model = Net()
     backend = zerograph.backend(stage=stage, compute="eager", **options)
-    model.compile(backend=backend)
+    if once:
+        compile_once(model, backend, "mesh" in options)
+    else:
+        torch._dynamo.reset()
+        model.compile(backend=backend)
     return model, backend, of(model)
 
 
@@ -158,8 +163,7 @@ def _trained(stage: int, micro: int) -> list[Tensor]:
     return values(model)
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "micro"), [(0, 2), (1, 1)])
 def test_it_is_the_papers_algorithm(stage: int, micro: int) -> None:
     expected = plainly(micro=micro)
     for found in run(WORLD, _trained, stage, micro):
@@ -174,7 +178,7 @@ def test_a_rank_without_rows_and_ranks_with_fewer() -> None:
 
 def _kept() -> int:
     """A gradient that was not dropped is in the next step's, as without ranks; a dropped one is not."""
-    model, backend, optimizer = made(0)
+    model, backend, optimizer = made(0, once=False)
     rank = _rank()
     trained(model, optimizer, range(FREEZE), rank)
     model(batch(0, rank)).backward()
@@ -253,8 +257,7 @@ def _resumed(stage: int, at: int) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("at", [3, FREEZE, 11])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "at"), [(0, 3), (1, FREEZE), (0, 11), (1, 11)])
 def test_a_run_that_was_resumed_is_the_same_to_the_bit(stage: int, at: int) -> None:
     assert run(WORLD, _resumed, stage, at) == [[], []]
 
