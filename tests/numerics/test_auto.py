@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numerics.test_stages import Block
 from ranks import refused, run
 from torch import Tensor, nn
+from traced import compile_once
 
 import zerograph
 from zerograph.core.errors import ConfigError, InfeasibleError
@@ -43,7 +44,11 @@ def _train(options: dict[str, Any], rows: tuple[int, ...] = ROWS) -> dict[str, A
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     backend = zerograph.backend(compute="eager", bucket_size="128KiB", prefetch=1, **options)
-    model.compile(backend=backend)
+    if rows == ROWS:
+        compile_once(model, backend)
+    else:  # Dynamo makes of several shapes one graph
+        torch._dynamo.reset()
+        model.compile(backend=backend)
     losses = []
     for step, count in enumerate(rows):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -69,7 +74,7 @@ def _peaks() -> tuple[int, int]:
     torch.manual_seed(0)
     model = Model()
     backend = zerograph.backend(stage=3, compute="eager", bucket_size="128KiB")
-    model.compile(backend=backend)
+    compile_once(model, backend)
     tokens = torch.zeros(4 + dist.get_rank(), 16, dtype=torch.int64)
     nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
     constraints = Constraints("auto", dist.get_world_size(), bucket_size=2**17, prefetch=1)
@@ -149,7 +154,6 @@ def _budgets_that_differ(memory: int) -> str:
     if dist.get_rank() == 0:
         memory *= 2
     plan = str(_train({"stage": "auto", "memory": memory})["plan"])
-    torch._dynamo.reset()
     with pytest.raises(InfeasibleError) as caught:
         _train({"stage": "auto", "memory": memory // 20})
     assert "; rank 1 has the least device memory of all ranks" in str(caught.value)
