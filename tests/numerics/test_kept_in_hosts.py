@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ranks import run
 from taken_hosts import on_hosts
 from torch import Tensor, nn
+from traced import compile_once
 
 import zerograph
 from zerograph.compiler import frame_plan
@@ -60,7 +61,7 @@ def _trained(**options: Any) -> tuple[list[float], list[int], set[str]]:
     torch.manual_seed(0)
     model = Net()
     backend = zerograph.backend(compute="eager", bucket_size=2**16, prefetch=1, **options)
-    model.compile(backend=backend)
+    compile_once(model, backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = torch.Generator().manual_seed(dist.get_rank())
     losses, gathers = list[float](), list[int]()
