@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from numerics.compare import ALL, Result, check, full, full_values, mean_over_ranks, mine, seeded
 from ranks import run
 from torch import Tensor, nn
+from traced import TracedOnce
 
 import zerograph
 
@@ -47,14 +48,18 @@ class Trainer:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.module = Net()
-        self.plain = stage is None
+        self.stage, self.plain = stage, stage is None
         self.backend: Any = None
         if not self.plain:
             self.backend = zerograph.backend(stage=stage, **{"compute": "eager", "bucket_size": "1KB"} | options)
 
     @functools.cached_property
     def model(self) -> Callable[..., Tensor]:
-        return self.module if self.plain else torch.compile(self.module, backend=self.backend)
+        """Compiled as any model is at stage 3; at others, which differ behind Dynamo, traced once for all trainers."""
+        if self.stage == 3:
+            return torch.compile(self.module, backend=self.backend)
+        changed = "forward" in vars(self.module)
+        return self.module if self.plain else TracedOnce(self.module, self.backend, changed)
 
     def batch(self, seed: int) -> Tensor:
         ids = torch.randint(0, 13, (self.rows * dist.get_world_size(), 5), generator=seeded(seed))
