@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,8 +23,7 @@ from zerograph.planner.explain.check import check_plan
 
 pytestmark = pytest.mark.costly
 
-LAYERS = 256
-TRAINED = 160  # graphs of 1,100 operators a pass, where Python calls 1,000 deep
+LAYERS = 160  # graphs of 1,100 operators a pass, where Python calls 1,000 deep
 TILES: dict[str, Any] = {"tile": {"layers.*[05].up.weight": 2, "layers.*[05].down.weight": 2}, "token_tiles": 2}
 OURS = tuple(str(Path(str(package.__file__)).parent) for package in (zerograph, passes, runtime))
 
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    def __init__(self, layers: int = LAYERS) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
 
@@ -54,14 +54,7 @@ def _training(layers: int) -> Callable[[], tuple[nn.Module, tuple[Tensor]]]:
     return lambda: (Deep(layers).train(), (torch.zeros(2, 3, 8),))
 
 
-@pytest.mark.slow
-def test_a_plan_of_256_layers_has_every_mlp_in_tiles_of_tokens_and_rows() -> None:
-    frame = compile_only(_training(LAYERS), world_size=2, programs=False, **TILES).frame
-    assert frame.plan.token_regions == tuple(f"layers.{i}.up:addmm" for i in range(LAYERS))
-    assert not check_plan(frame.step, frame.plan)
-
-
-def _train_deep() -> tuple[list[float], list[float], int]:
+def _train_deep() -> tuple[list[float], list[float]]:
     def losses(model: nn.Module) -> list[float]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         x, found = torch.linspace(-1, 1, 48).view(2, 3, 8), []
@@ -74,17 +67,21 @@ def _train_deep() -> tuple[list[float], list[float], int]:
         return found
 
     torch.manual_seed(0)
-    plain, sharded = Deep(TRAINED), Deep(TRAINED)
+    plain, sharded = Deep(LAYERS), Deep(LAYERS)
     sharded.load_state_dict(plain.state_dict())
     backend = zerograph.backend(stage=3, compute="eager", **TILES)
     sharded.compile(backend=backend)
-    return losses(sharded), losses(plain), len(backend.plan.token_regions)
+    found = losses(sharded), losses(plain)
+    (frame,) = backend.frames
+    assert frame.plan.token_regions == tuple(f"layers.{i}.up:addmm" for i in range(LAYERS))
+    if dist.get_rank() == 0:
+        assert not check_plan(frame.step, frame.plan)
+    return found
 
 
 @pytest.mark.slow
 def test_160_layers_train_in_tiles_as_they_do_in_plain_torch() -> None:
-    for losses, plain, tiled in ranks.run(2, _train_deep, timeout=600):
-        assert tiled == TRAINED
+    for losses, plain in ranks.run(2, _train_deep, timeout=600):
         torch.testing.assert_close(losses, plain, rtol=1e-5, atol=0)
 
 

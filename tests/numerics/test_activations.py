@@ -24,7 +24,7 @@ from zerograph.core.plan import OFFLOADS, Placement
 from zerograph.core.step import layer_of_activation
 from zerograph.dryrun.forecast import forecast_file
 
-STEPS = 8
+STEPS = 3
 SPLIT = replace(machine_named("cpu"), split=True)
 LAYERS = 3
 Losses = list[float]

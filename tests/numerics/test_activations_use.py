@@ -202,8 +202,9 @@ def _every_transfer(folder: str, engine: str, more: dict[str, Any]) -> int:
     return failed
 
 
-@pytest.mark.parametrize("more", [{}, {"machine": SPLIT}], ids=["", "behind the host"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "more"), [(ENGINES[0], {"machine": SPLIT}), (ENGINES[-1], {})], ids=["threads, behind the host", "nvme"]
+)
 def test_any_transfer_may_fail_and_the_step_is_repeated(engine: str, more: dict[str, Any], tmp_path: Path) -> None:
     assert run(1, _every_transfer, str(tmp_path), engine, more)[0] > 20
 

@@ -59,11 +59,7 @@ def beyond(tier: str, folder: Path) -> dict[str, Any]:
     return BEYOND if tier == "host" else {**BEHIND, "offload": "parameters", "path": str(folder)}
 
 
-tiers = pytest.mark.parametrize("tier", ["host", "nvme"])
-
-
-@tiers
-@pytest.mark.parametrize("offload", ["gradients", "parameters"])
+@pytest.mark.parametrize(("offload", "tier"), [("gradients", "host"), ("parameters", "nvme")])
 def test_odd_gradients_views_and_inference(offload: str, tier: str, tmp_path: Path) -> None:
     run(1, odd, beyond(tier, tmp_path) | {"offload": offload})
 
@@ -113,25 +109,22 @@ def test_updates_on_the_device_are_counted_by_ranks_without_rows_too() -> None:
     assert run(4, _counted) == [[2.0, 2.0]] * 4
 
 
-@tiers
-@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+@pytest.mark.parametrize(("offload", "tier"), [("optimizer", "host"), ("parameters", "nvme")])
 def test_unusual_steps_are_the_same_to_the_bit(offload: str, tier: str, tmp_path: Path) -> None:
     run(2, unusual, beyond(tier, tmp_path) | {"offload": offload})
 
 
-@tiers
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(("world_size", "tier"), [(1, "nvme"), (4, "host")])
 def test_other_world_sizes(world_size: int, tier: str, tmp_path: Path) -> None:
     run(world_size, alike_everywhere, beyond(tier, tmp_path))
 
 
-@tiers
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "tier"), [(1, "nvme"), (2, "host")])
 def test_gradients_however_they_are_asked_for(world_size: int, tier: str, tmp_path: Path) -> None:
     run(world_size, reads_gradients, beyond(tier, tmp_path))
 
 
-@tiers
+@pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_checkpoints_load_at_either_tier(tier: str, tmp_path: Path) -> None:
     run(2, resumed, str(tmp_path / "checkpoint"), beyond(tier, tmp_path))
 

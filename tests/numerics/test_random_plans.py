@@ -34,7 +34,7 @@ def net() -> tuple[nn.Module, tuple[Tensor]]:
 def drawn(path: Path, seed: int, world_size: int, split: bool) -> dict[str, Any]:
     """Write a plan, for a machine whose host is a second memory if it is ``split``; returns what a backend needs to run
     it."""
-    draw = Random(seed)
+    draw = Random(5 * world_size + seed)
     stage, dtype = draw.choice([1, 2, 3, 3, 3]), draw.choice([None, torch.bfloat16])
     options = {"bucket_size": draw.choice([1, 3000, "8KiB", "20KiB"]), "prefetch": draw.randint(0, 3)}
     given = {} if dtype is None else {"dtype": dtype}
@@ -77,7 +77,7 @@ def in_memory(world_size: int, accumulates: bool, make: Any, dtype: torch.dtype 
     return harness.run(world_size, partial(trains, accumulates), net, optimizer=make, dtype=dtype)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("split", [False, True], ids=["nvme", "host and nvme"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_random_plan_trains_as_in_memory(

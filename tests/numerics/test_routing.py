@@ -225,8 +225,7 @@ def _differ(kind: type[Experts], transport: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("transport", ["auto", "group"])
-@pytest.mark.parametrize("kind", [Experts, Uneven, DisabledUneven])
+@pytest.mark.parametrize(("kind", "transport"), [(Experts, "auto"), (Uneven, "group"), (DisabledUneven, "group")])
 def test_at_stage_3_ranks_that_read_different_weights_are_reported(kind: type[Experts], transport: str) -> None:
     for rank, text in enumerate(run(2, _differ, kind, transport)):
         for other in (rank, 1 - rank):

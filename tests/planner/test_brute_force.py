@@ -145,7 +145,7 @@ def compare_stays(
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
 def test_placement_residency_and_recomputation(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
     step = step_of(layers)
@@ -159,7 +159,7 @@ def test_placement_residency_and_recomputation(layers: list[Layer], shares: list
     compare(Search(step, constraints, GPU), judged(step, plans, GPU), shares)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
 def test_placement_residency_and_activations_on_one_tier(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
     """Every layer's activations kept, recomputed or offloaded, with every placement on the device and the host."""
@@ -176,7 +176,7 @@ def test_placement_residency_and_activations_on_one_tier(layers: list[Layer], sh
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
 def test_each_activation_kept_recomputed_or_offloaded(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
     """One by one, with every residency, coming back early or late; shards stay, where the search may move them."""

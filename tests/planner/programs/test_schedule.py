@@ -195,14 +195,10 @@ def with_placements(path: Path, seed: int, found: Compiled, machine: Machine) ->
 @pytest.mark.parametrize(
     ("machine", "world_size", "options", "tolerance"),
     [
-        (DISK, 1, {"bucket_size": "4MiB", "dtype": torch.bfloat16}, 0.03),
         (DISK, 1, {"bucket_size": "16MiB", "dtype": torch.float32, "prefetch": 2}, 0.03),
-        (DISK, 4, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),  # layers are cut: another activation crosses a cut
         (DISK, 4, {"bucket_size": "16MiB", "dtype": torch.bfloat16}, 0.03),
         (SPLIT, 1, {"bucket_size": "16MiB", "dtype": torch.bfloat16}, 0.03),
-        (SPLIT, 1, {"bucket_size": "16MiB", "dtype": torch.float32, "prefetch": 2}, 0.03),
-        (SPLIT, 4, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),
-        (SPLIT, 4, {"bucket_size": "16MiB", "dtype": torch.bfloat16}, 0.03),
+        (SPLIT, 4, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),  # layers are cut: another activation crosses a cut
     ],
     ids=lambda value: value.title if isinstance(value, Machine) else str(value),
 )

@@ -98,7 +98,7 @@ def test_a_wait_that_ended_well_is_no_place(tmp_path: Path) -> None:
 def test_a_rank_that_compiles_is_waited_for(tmp_path: Path) -> None:
     def compiles(rendezvous: Rendezvous) -> None:
         with rendezvous.compiling("forward"):
-            time.sleep(4)
+            time.sleep(2.5)
             rendezvous.store.set("a plan/0", "")
 
     assert each(tmp_path, compiles, waits("a plan", 0), timeout=1.0) == [None, None]
@@ -110,7 +110,7 @@ def test_one_that_itself_waits_does_not_count_as_compiling(tmp_path: Path) -> No
             waits("a plan", 2)(rendezvous)
 
     start = time.monotonic()
-    errors = each(tmp_path, compiles, waits("a plan", 0), lambda _: time.sleep(5), timeout=1.5)
+    errors = each(tmp_path, compiles, waits("a plan", 0), lambda _: time.sleep(3), timeout=1.5)
     assert time.monotonic() - start < 15
     for error in errors[:2]:
         assert isinstance(error, RankError) and ("did not come" in str(error) or "failed" in str(error))
