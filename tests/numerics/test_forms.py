@@ -5,18 +5,19 @@ Tests ``api.py`` and ``sharding/adoption.py``.
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
-import subprocess
-import sys
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from numerics.compare import Result, check, full_values, mean_over_ranks, mine, seeded
-from ranks import run
+from ranks import run, server
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -440,22 +441,21 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 # One process.
 
-ALONE = """
-import torch, torch.distributed as dist, zerograph
-from torch import nn
-if {group}:
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
-for stage in (0, 3) if {group} else (0, 1, 2, 3):
-    for dtype in (None, torch.bfloat16) if stage == 3 else (None,):
+
+def _alone(group: bool, port: int) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    if group:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    for stage, dtype in ((0, None), (3, None), (3, torch.bfloat16)):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+        model = Net()
+        plain = copy.deepcopy(model)
         backend = zerograph.backend(stage=stage, dtype=dtype, compute="eager")
         compiled = torch.compile(model, backend=backend)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
-        for step in range(3):
+        for _ in range(3):
             x = torch.randn(4, 6)
             with backend.no_sync():
                 loss = compiled(x.to(dtype)).float().square().mean()
@@ -468,19 +468,29 @@ for stage in (0, 3) if {group} else (0, 1, 2, 3):
                 optimizer.step()
                 optimizer.zero_grad()
             torch.testing.assert_close(loss, expected, rtol=1e-5 if dtype is None else 2e-2, atol=1e-6)
-        backend.report(), backend.plan, backend.program
-print("fine")
-"""
+        assert backend.report() and backend.plan and backend.program
+
+
+def _tells(pipe: Connection, group: bool, port: int) -> None:
+    try:
+        _alone(group, port)
+    except Exception:
+        pipe.send(traceback.format_exc())
+    else:
+        pipe.send("fine")
 
 
 @pytest.mark.parametrize("group", [False, True], ids=["no process group", "a group of one"])
 def test_one_process(group: bool, free_port: int) -> None:
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in launcher}
-    code = ALONE.format(group=group, port=free_port)
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
-    assert done.stdout.strip() == "fine", done.stderr
+    """In a process that no launcher started."""
+    ours, theirs = server().Pipe(duplex=False)
+    process = server().Process(target=_tells, args=(theirs, group, free_port), daemon=True)
+    process.start()
+    theirs.close()
+    assert ours.poll(170), "no answer"
+    assert (answer := ours.recv()) == "fine", answer
+    process.join(10)
+    assert process.exitcode == 0
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ _MIXED = st.lists(st.tuples(_LAYER, st.integers(1, 8)), min_size=1, max_size=4).
 def test_updates_stand_where_the_step_is_fastest() -> None:
     """Never slower than with the place fixed, whatever the memory."""
     step, asked = transformer(4, 4096, 2048), replace(WISH, stage=3, bucket_size=None, offload="parameters")
-    found = {place: Search(step, replace(asked, overlap=place), DGX2) for place in ("auto", *EXACT)}
+    found = {place: Search(step, replace(asked, overlap=place), DGX2, work=2_000) for place in ("auto", *EXACT)}
     chosen = set()
     for device in range(1, 12):
         most: dict[Tier, int] = {"device": device * 2**29, "host": 2**34, "nvme": 2**40}
@@ -75,14 +75,14 @@ def test_states_are_updated_where_the_step_is_fastest() -> None:
         machine = replace(DGX2, cpu_optimizer=DGX2.cpu_optimizer * faster)
         found = {}
         for place in ("auto", "host", "device"):
-            best = Search(step, replace(asked, update=place), machine).within(most)
+            best = Search(step, replace(asked, update=place), machine, work=2_000).within(most)
             assert best is not None
             found[place] = best
         fastest = min((found["host"], found["device"]), key=lambda c: c.rank)
         assert (found["auto"].rank, found["auto"].plan.update) == (fastest.rank, fastest.plan.update)
         chosen.append(fastest.plan.update)
     assert chosen == ["host", "device"]
-    on_disk = Search(step, replace(asked, update="auto", tier="nvme"), DGX2).within({**most, "nvme": 2**40})
+    on_disk = Search(step, replace(asked, update="auto", tier="nvme"), DGX2, work=2_000).within({**most, "nvme": 2**40})
     assert on_disk is not None and on_disk.plan.update == "host"
 
 
@@ -118,11 +118,9 @@ def test_small_steps_are_within_5_percent_of_brute_force(layers: list[Layer], sh
 
 @pytest.mark.slow
 @settings(max_examples=examples(12), deadline=None)
-@given(layer=_LAYER, depth=st.integers(4, 5), shares=_BUDGETS)
-def test_layers_that_are_alike_are_within_5_percent_of_brute_force(
-    layer: Layer, depth: int, shares: list[float]
-) -> None:
-    search = Search(step_of([layer] * depth), WISH, MACHINE)
+@given(layer=_LAYER, shares=_BUDGETS)
+def test_layers_that_are_alike_are_within_5_percent_of_brute_force(layer: Layer, shares: list[float]) -> None:
+    search = Search(step_of([layer] * 4), WISH, MACHINE)
     near_the_best(search, shares, search.smallest.peak)
 
 
@@ -222,7 +220,7 @@ _SHARES = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 
 
 @pytest.mark.slow  # test_brute_force.py has fewer plans with placements on two tiers
-@settings(max_examples=8, deadline=None, derandomize=True)  # a local search proves nothing: these are its cases
+@settings(max_examples=2, deadline=None, derandomize=True)  # a local search proves nothing: these are its cases
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=st.lists(_SHARES, min_size=20, max_size=20))
 def test_offload_to_two_tiers_is_within_5_percent_of_brute_force(
     layers: list[Layer], shares: list[tuple[float, float, float]]
