@@ -144,6 +144,42 @@ def _early_averages(wrap: bool, stage: int) -> None:
     assert all(type(p) is torch.nn.Parameter for p in other.parameters())
 
 
+class _Ema(torch.nn.Module):
+    """As timm's ``ModelEmaV2`` and ``ModelEmaV3`` keep, update and set an average."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def update(self, model: torch.nn.Module, weight: float = 0.5) -> None:
+        for ours, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
+            ours.lerp_(theirs, weight)
+
+    def set(self, model: torch.nn.Module) -> None:
+        self.update(model, weight=1.0)
+
+
+def _early_averages_of_others() -> None:
+    model = build()
+    averages = [_Ema(model) for _ in range(3)]
+    compiled(model, 3)
+    train(model, adamw(model), range(1))
+    averages.append(_Ema(model))  # sharded from the start
+    averages[0].update(model)
+    averages[1].update(model=model, weight=0.5)
+    averages[2].set(model)
+    before, now = build().state_dict(), full(model)
+    for average, weight in zip(averages, (0.5, 0.5, 1.0, 1.0), strict=True):
+        assert type(average) is _Ema
+        found = full(average.module)
+        assert all(torch.equal(found[n], before[n].lerp(now[n], weight)) for n, _ in model.named_parameters())
+
+
+def test_averages_of_other_libraries_are_sharded_by_their_first_update() -> None:
+    run(2, _early_averages_of_others)
+
+
 @pytest.mark.parametrize(("wrap", "stage"), [(False, 3), (True, 1)])
 def test_averages_made_before_the_first_call_are_sharded_by_their_first_update(wrap: bool, stage: int) -> None:
     run(2, _early_averages, wrap, stage)

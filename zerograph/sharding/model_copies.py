@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel
 
 from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
@@ -81,33 +80,44 @@ def _settings(spec: ShardSpec, fields: list[str]) -> str:
     return ", ".join(f"{field}={getattr(spec, field)!r}" for field in fields)
 
 
+_UPDATES = ("update_parameters", "update", "set")
+"""Methods that take an average's model: of ``AveragedModel``, and of timm's ``ModelEmaV2`` and ``ModelEmaV3``, which
+many projects have a copy of."""
+
+
 def await_updates(roots: Sequence[nn.Module], objects: Iterable[Any]) -> None:
     """Mark the averages among ``objects`` that may have been made of ``roots`` while these were plain.
 
     Such an average is sharded when it is first updated: only then is it certain which model it belongs to.
     """
-    averages = [o for o in objects if isinstance(o, AveragedModel) and not isinstance(o, _Waiting)]
+    averages = [o for o in objects if _is_average(o) and not isinstance(o, _Waiting)]
     sharded = {_shapes(module) for root in roots for module in root.modules()} if averages else set()
     for average in averages:
         if _shapes(average.module) in sharded and not any(True for _ in _specs_of([average])):
             average.__class__ = _waiting(type(average))  # type: ignore[arg-type]
 
 
+def _is_average(candidate: Any) -> TypeGuard[_Average]:
+    """Whether it keeps a model as its child ``module``, and has a method that takes another one's values."""
+    return (
+        isinstance(candidate, nn.Module)
+        and isinstance(candidate._modules.get("module"), nn.Module)
+        and any(hasattr(type(candidate), name) for name in _UPDATES)
+    )
+
+
 def _shapes(model: nn.Module) -> frozenset[tuple[str, torch.Size]]:
     return frozenset((name.removeprefix("_orig_mod."), param.shape) for name, param in model.named_parameters())
+
+
+class _Average(nn.Module):
+    module: nn.Module
 
 
 class _Waiting:
     """Mixin of averages whose model was sharded after they were made."""
 
-    _zg_base: type[AveragedModel]
-
-    def update_parameters(self, model: nn.Module) -> None:
-        """Shard the average as ``model`` is, if it is, and update it. All ranks together."""
-        average: Any = self
-        shard_alike(average.module, model)
-        average.__class__ = self._zg_base
-        average.update_parameters(model)
+    _zg_base: type[_Average]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy by base class: generated classes cannot be imported."""
@@ -116,12 +126,24 @@ class _Waiting:
 
 
 @functools.cache
-def _waiting(base: type[AveragedModel]) -> type[AveragedModel]:
+def _waiting(base: type[_Average]) -> type[_Average]:
     names = {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (_Waiting, base), names)
+    updates = {name: _sharding_first(name) for name in _UPDATES if hasattr(base, name)}
+    return type(base.__name__, (_Waiting, base), names | updates)
 
 
-def _rebuild_waiting(base: type[AveragedModel], *args: Any) -> nn.Module:
+def _sharding_first(name: str) -> Callable[..., Any]:
+    def update(average: Any, *args: Any, **options: Any) -> Any:
+        """Shard the average as the model that is given is, if it is, and update it. All ranks together."""
+        for model in (a for a in (*args, *options.values()) if isinstance(a, nn.Module)):
+            shard_alike(average.module, model)
+        average.__class__ = average._zg_base
+        return getattr(average, name)(*args, **options)
+
+    return update
+
+
+def _rebuild_waiting(base: type[_Average], *args: Any) -> nn.Module:
     return copyreg.__newobj__(_waiting(base), *args)  # type: ignore[attr-defined, no-any-return, arg-type]
 
 
