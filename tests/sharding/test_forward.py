@@ -612,3 +612,37 @@ def _patched() -> None:
 
 def test_a_patched_class_is_followed() -> None:
     run(2, _patched)
+
+
+@torch.compiler.allow_in_graph
+class _Decorated(nn.Linear):
+    """As diffusers decorates classes of its attention and its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight).relu()
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Decorated(4, 4), _Decorated(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def _in_graphs() -> None:
+    torch.manual_seed(0)
+    model = _Two()
+    ours = copy.deepcopy(model)
+    backend = compiled(ours)
+    x = torch.ones(2, 4)
+    assert torch.equal(ours(x), model(x))
+    model(x).sum().backward()
+    ours(x).sum().backward()
+    compare(ours, model)
+    assert not backend.report().graph_breaks
+
+
+def test_classes_that_dynamo_writes_into_graphs_break_none() -> None:
+    run(2, _in_graphs)

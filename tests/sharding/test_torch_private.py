@@ -122,6 +122,12 @@ def test_the_called_model_and_its_backend(form: Callable[[Net, Recorder], nn.Mod
     assert torch_private.called_model() is None
 
 
+def test_which_classes_go_into_graphs() -> None:
+    allowed = torch.compiler.allow_in_graph(type("Allowed", (Net,), {}))
+    assert torch_private.goes_into_graphs(allowed) and not torch_private.goes_into_graphs(Net)
+    assert not torch_private.goes_into_graphs(type("Child", (allowed,), {}))
+
+
 def test_a_module_that_calls_a_compiled_function_is_not_the_model() -> None:
     class Host(Net):
         def forward(self, x: Tensor) -> Tensor:

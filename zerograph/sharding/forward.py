@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from zerograph.graph.torch_private import skip_frame
 from zerograph.sharding import unsharded
-from zerograph.sharding.torch_private import compiles_calls, in_backward, running_call
+from zerograph.sharding.torch_private import compiles_calls, goes_into_graphs, in_backward, running_call
 from zerograph.sharding.unsharded import EagerForward
 
 
@@ -103,6 +103,8 @@ def counting(owner: type[nn.Module] | _Own) -> Callable[..., Any]:
     known = owner.forward
     if hasattr(known, "_zg_counts"):
         return known
+    if isinstance(owner, type) and goes_into_graphs(owner):
+        owner = _Own(known)  # Dynamo reads no attribute of such a class: each call of `owner.forward` broke the graph
 
     # Without the function's attributes: Dynamo goes by some of them, and they are true of that function alone.
     @functools.wraps(known, updated=())

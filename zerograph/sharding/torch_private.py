@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo import callback
+from torch._dynamo import callback, trace_rules
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
@@ -98,6 +98,12 @@ def _call(starts: Callable[[], None]) -> None:
 def original(model: nn.Module) -> nn.Module:
     """The module that torch.compile was given, where ``model`` is what it returned. Seen in 2.11, 2.13."""
     return model._orig_mod if isinstance(model, OptimizedModule) else model  # type: ignore[no-any-return]
+
+
+def goes_into_graphs(cls: type[nn.Module]) -> bool:
+    """Whether Dynamo takes ``cls`` for a function that it writes into its graphs, as ``allow_in_graph`` tells it, with
+    which diffusers decorates classes. What is allowed is kept in a private set. Seen in 2.11, 2.13."""
+    return trace_rules.is_callable_allowed(cls)  # type: ignore[no-any-return]
 
 
 def backend_given(module: nn.Module) -> Any:
