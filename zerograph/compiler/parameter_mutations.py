@@ -31,7 +31,10 @@ def refuse_mutations(gm: fx.GraphModule) -> None:
     markers = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=UNSHARD)]
     # Dynamo has traced with a shard what `compute_with_unsharded` gives the full tensor to.
     full = {
-        _memory(value.meta["example_value"]): str(node.args[2]) for node in markers for value in (node, node.args[0])
+        memory: str(node.args[2])
+        for node in markers
+        for value in (node, node.args[0])
+        if (memory := _memory(value.meta["example_value"])) is not None
     }
     for node in (node for graph in graphs for node in graph.nodes) if full else ():
         for changed in _changed(node):
