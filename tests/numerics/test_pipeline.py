@@ -34,6 +34,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from traced import compile_once
 
 import zerograph
 from zerograph.core.errors import ConfigError, UnsupportedError
@@ -114,12 +115,14 @@ class Case:
     scales: bool = True  # gradients by the number of microbatches, else the loss does it
     options: dict[str, Any] = field(default_factory=dict)
     shards: bool = True  # before the first call, which else does it
+    traced_once: bool = True  # in a process for all like it, else compiled as any model is
 
 
 class Training(compare.Steps):
     def __init__(self, case: Case, stages: int = 2) -> None:
         """``stages`` are ranks of a pipeline."""
-        torch._dynamo.reset()
+        if not case.traced_once:
+            torch._dynamo.reset()
         self.mesh = init_device_mesh("cpu", (stages, WORLD // stages), mesh_dim_names=("pp", "dp"))
         place, parts = self.mesh.get_local_rank("pp"), stages * case.chunks
         numbers = [place + stages * i for i in range(case.chunks)]
@@ -133,7 +136,10 @@ class Training(compare.Steps):
             zerograph.shard(self.model, self.backend)
         mine = []
         for part, number in zip(self.model, numbers, strict=True):
-            part.compile(backend=self.backend)
+            if case.traced_once:
+                compile_once(part, self.backend, (number, parts))
+            else:
+                part.compile(backend=self.backend)
             group = self.mesh["pp"].get_group()
             mine.append(PipelineStage(part, number, parts, torch.device("cpu"), group=group))
         several = issubclass(case.schedule, PipelineScheduleMulti)
@@ -191,9 +197,9 @@ def _trains(cases: list[Case]) -> None:
 def test_schedules_and_stages() -> None:
     cases = [
         Case(ScheduleGPipe, once=True, options={"stage": 0}),
-        Case(Schedule1F1B, options={"stage": 3, "compute": "inductor"}),
+        Case(Schedule1F1B, options={"stage": 3, "compute": "inductor"}, traced_once=False),
         Case(Schedule1F1B, once=True, options={"stage": 3}),
-        Case(ScheduleInterleaved1F1B, 2, True, options={"stage": 2}),
+        Case(ScheduleInterleaved1F1B, 2, True, options={"stage": 2}, traced_once=False),
         Case(ScheduleLoopedBFS, 2, options={"stage": 1, "recompute": "full"}),
     ]
     run(WORLD, _trains, cases)
@@ -202,15 +208,19 @@ def test_schedules_and_stages() -> None:
 @pytest.mark.slow
 def test_zero_bubble_trains_though_backwards_run_twice(tmp_path: Path) -> None:
     nvme = {"offload": "parameters", "path": str(tmp_path)}
-    cases = [Case(ScheduleInterleavedZeroBubble, 2), Case(ScheduleZBVZeroBubble, 2, optimizer=native, options=nvme)]
+    compiled = Case(ScheduleInterleavedZeroBubble, 2, traced_once=False)
+    cases = [compiled, Case(ScheduleZBVZeroBubble, 2, optimizer=native, options=nvme)]
     run(WORLD, _trains, cases)
 
 
 def test_offloaded_stages(tmp_path: Path) -> None:
     nvme = {"offload": "parameters", "path": str(tmp_path)}
-    cases = [Case(optimizer=native, once=once, options=nvme | {"activations": "nvme"}) for once in (False, True)]
-    cases += [Case(ScheduleInterleaved1F1B, 2, True, in_forward, options=nvme)]
-    run(WORLD, _trains, [*cases, Case(ScheduleInterleaved1F1B, 2, True, inside, False, nvme)])
+    cases = [
+        Case(optimizer=native, once=True, options=nvme | {"activations": "nvme"}),
+        Case(ScheduleInterleaved1F1B, 2, True, in_forward, options=nvme),
+        Case(ScheduleInterleaved1F1B, 2, True, inside, False, nvme),
+    ]
+    run(WORLD, _trains, cases)
 
 
 @contextmanager
@@ -257,7 +267,7 @@ def _skips() -> None:
         tokens = batch(0)[row : row + 1]
         (loss_of(alone(tokens), tokens) / (2 * MICROBATCHES)).backward()
     wanted = {name: param.grad for name, param in alone.named_parameters()}
-    training = Training(Case(once=True))
+    training = Training(Case(once=True, traced_once=False))
     (part,), stage = training.model, training.schedule._stage
     forward = stage.forward_one_chunk
 
@@ -349,7 +359,7 @@ def _refuses() -> None:
     training = Training(Case(once=True))
     with pytest.raises(ConfigError, match="no_sync"), training.backend.no_sync():
         training.backward(0)
-    training = Training(Case(ScheduleInterleaved1F1B, 2, True, inside, shards=False))
+    training = Training(Case(ScheduleInterleaved1F1B, 2, True, inside, shards=False, traced_once=False))
     with pytest.raises(ConfigError, match="before the schedule divides gradients"):
         training.backward(0)
 
