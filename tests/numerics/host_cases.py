@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from numerics.test_offload import (
     BEHIND,
     HOST,
     Run,
+    Trained,
     _accumulates_and_evaluates,
     _becomes_bfloat16,
     _changed_outside,
@@ -99,10 +101,19 @@ def alike(trains: Callable[[Run], None], offloaded: dict[str, Any] | None, make:
     """Train in one memory, and with everything ``offloaded``, and compare to the bit. On an accelerator the
     first has all but the parameters on the host, so that both are updated there."""
     first = {} if Run.device.type == "cpu" else on_host("optimizer")
-    here, there = (Run(make, **{"stage": 3, **options, **more}) for more in (first, offloaded or on_host()))
-    for training in (here, there):
-        trains(training)
-    _same(here.result(), there.result())
+    # Functions of a module are alike in all cases, which share what they train in one memory.
+    reference = in_memory if "<locals>" not in trains.__qualname__ else _trained
+    here = reference(trains, make, **{**options, **first})
+    _same(here, _trained(trains, make, **{**options, **(offloaded or on_host())}))
+
+
+def _trained(trains: Callable[[Run], None], make: Any, **options: Any) -> Trained:
+    training = Run(make, **{"stage": 3, **options})
+    trains(training)
+    return training.result()
+
+
+in_memory = functools.cache(_trained)
 
 
 def unusual_steps(training: Run) -> None:
