@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from graphs import pipeline_with
 from numerics.compare import assert_same, full_values, mean_over_ranks, mine, seeded, sgd
-from ranks import run
+from ranks import run, warned
 from torch import Tensor, nn
 from traced import TracedOnce
 
@@ -339,16 +338,6 @@ def test_an_interrupt_when_all_have_met_is_heard_by_all(transport: str) -> None:
     assert first == second and len(first) == 2
 
 
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    records = _Records()
-    logging.getLogger("zerograph").addHandler(records)
-    try:
-        yield records.texts
-    finally:
-        logging.getLogger("zerograph").removeHandler(records)
-
-
 def _one_has_a_batch_more(transport: str) -> tuple[str, list[str]]:
     """Rank 1 is done and waits in a barrier, of which rank 0 cannot know."""
     ours = Training(3, transport, once=False)
@@ -361,7 +350,7 @@ def _one_has_a_batch_more(transport: str) -> tuple[str, list[str]]:
         ours.optimizer.zero_grad()
         ours.step(1)
     rendezvous.notice_after = 0.2
-    with _warnings() as logs:
+    with warned() as logs:
         if dist.get_rank() == 0:
             with pytest.raises(RankError) as caught:
                 ours.step(2)
@@ -369,7 +358,7 @@ def _one_has_a_batch_more(transport: str) -> tuple[str, list[str]]:
         dist.barrier()
 
     # Outside of programs, too, a rank that waits for the others says so.
-    with _warnings() as also, pytest.MonkeyPatch.context() as patch:
+    with warned() as also, pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous_module, "NOTICE", 0.2)
         time.sleep(dist.get_rank())
         with zerograph.gathered(ours.net):
@@ -389,30 +378,17 @@ def test_a_rank_with_a_batch_more_learns_that_it_is_alone(transport: str) -> Non
     assert not others
 
 
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def _evaluates_alone(transport: str) -> tuple[str, list[str]]:
     """Rank 0 evaluates, which needs a program of its own; rank 1 goes on training."""
     ours = Training(3, transport, once=False)
     ours.step(0)
     ours.rendezvous.notice_after = 0.2
-    start, records = time.monotonic(), _Records()
-    logging.getLogger("zerograph").addHandler(records)
-    try:
-        with torch.set_grad_enabled(dist.get_rank() == 1), pytest.raises(CollectiveMismatch) as caught:
-            ours.model(ours.batch(1))
-    finally:
-        logging.getLogger("zerograph").removeHandler(records)
+    start, trains = time.monotonic(), dist.get_rank() == 1
+    with warned() as logs, torch.set_grad_enabled(trains), pytest.raises(CollectiveMismatch) as caught:
+        ours.model(ours.batch(1))
     assert time.monotonic() - start < 30, "both knew where they were, and waited for the timeout"
     dist.barrier()
-    return str(caught.value), records.texts
+    return str(caught.value), logs
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
