@@ -52,7 +52,7 @@ def run_on(hosts: list[Any], function: Function, *args: Any, limit: float = LIMI
 
 
 def _result(pipe: Connection) -> Any:
-    assert pipe.poll(120), "no answer"
+    assert pipe.poll(240), "no answer"
     try:
         return pipe.recv()
     except EOFError:
@@ -128,7 +128,9 @@ def batch(step: int, rows: int) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, steps: Iterable[int]) -> list[float]:
+def train(
+    model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, rows: int, steps: Iterable[int]
+) -> list[float]:
     """Losses of this rank, which takes its part of the batch of so many rows; all of it, without ranks."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     losses = list[float]()
