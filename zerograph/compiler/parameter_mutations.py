@@ -31,17 +31,15 @@ def refuse_mutations(gm: fx.GraphModule) -> None:
     markers = [node for graph in graphs for node in graph.find_nodes(op="call_function", target=UNSHARD)]
     # Dynamo has traced with a shard what `compute_with_unsharded` gives the full tensor to.
     full = {
-        memory: str(node.args[2])
-        for node in markers
-        for value in (node, node.args[0])
-        if (memory := _memory(value.meta["example_value"])) is not None
+        _memory(value.meta["example_value"]): str(node.args[2]) for node in markers for value in (node, node.args[0])
     }
+    full.pop(None, None)  # of a value that has no memory of its own
     for node in (node for graph in graphs for node in graph.nodes) if full else ():
         for changed in _changed(node):
-            name = full.get(_memory(changed.meta.get("example_value")))
-            if name is not None:
+            memory = _memory(changed.meta.get("example_value"))
+            if memory in full:
                 raise UnsupportedError(
-                    f"the compiled code changes parameter {name} in place ({_name(node)}), which would be lost",
+                    f"the compiled code changes parameter {full[memory]} in place ({_name(node)}), which would be lost",
                     "change it outside of the model's forward, in `with zerograph.gathered(module, writeback=True):`",
                 )
 
