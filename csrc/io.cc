@@ -103,12 +103,6 @@ Status IoEngine::register_memory(std::uint64_t address, std::uint64_t bytes, boo
   return {};
 }
 
-Status IoEngine::unregister_memory(std::uint64_t address) {
-  ZG_TRY(check_owner());
-  backend_->unregister_memory(address);
-  return {};
-}
-
 Status IoEngine::submit(Direction direction, const std::vector<Segment>& segments, Priority priority,
                         std::uint64_t& ticket) {
   ZG_TRY(check_owner());
@@ -123,11 +117,6 @@ Status IoEngine::wait(std::uint64_t ticket, double timeout, IoTimes* times) {
 Status IoEngine::done(std::uint64_t ticket, bool& out) {
   ZG_TRY(check_owner());
   return queue_->done(ticket, out);
-}
-
-Status IoEngine::cancel(std::uint64_t ticket, bool& cancelled) {
-  ZG_TRY(check_owner());
-  return queue_->cancel(ticket, cancelled);
 }
 
 Status IoEngine::finished(std::vector<std::uint64_t>& tickets) {

@@ -95,16 +95,11 @@ class IoEngine {
 
   // Memory that is used again and again: io_uring then pins it once. `registered` is false where that is not possible.
   Status register_memory(std::uint64_t address, std::uint64_t bytes, bool& registered);
-  Status unregister_memory(std::uint64_t address);
 
   Status submit(Direction direction, const std::vector<Segment>& segments, Priority priority, std::uint64_t& ticket);
   // What became of it. After an answer other than timeout or interrupted the ticket is forgotten. Seconds, below 0: ever.
   Status wait(std::uint64_t ticket, double timeout, IoTimes* times = nullptr);
   Status done(std::uint64_t ticket, bool& out);
-  // Drops what has not been started and returns when the rest is done: then the memory is the caller's again.
-  // `cancelled`: something was dropped (wait then says Code::cancelled). A write that was cut off leaves its range
-  // undefined.
-  Status cancel(std::uint64_t ticket, bool& cancelled);
   // Tickets that were done since the last call.
   Status finished(std::vector<std::uint64_t>& tickets);
 

@@ -60,7 +60,6 @@ struct IoRequest {
   std::vector<std::weak_ptr<IoRequest>> blocked_by;
   std::vector<std::shared_ptr<IoRequest>> dependents;
   bool enqueued = false, dropped = false, done = false;
-  Status status;                    // of a cancellation
   const IoPiece* failed = nullptr;  // the first one
   int error = 0;                    // its errno; 0: nothing more moved
   IoTimes times;
@@ -316,31 +315,13 @@ Status IoQueue::wait(std::uint64_t ticket, double timeout, Interrupted interrupt
   requests_.erase(ticket);
   if (finished_.size() > 2 * requests_.size() + 64)
     std::erase_if(finished_, [&](std::uint64_t id) { return requests_.count(id) == 0; });
-  return request->failed != nullptr ? explain(*request) : request->status;
+  return request->failed != nullptr ? explain(*request) : Status{};
 }
 
 Status IoQueue::done(std::uint64_t ticket, bool& out) {
   std::lock_guard lock(mutex_);
   const auto found = requests_.find(ticket);
   out = found == requests_.end() || found->second->done;
-  return {};
-}
-
-Status IoQueue::cancel(std::uint64_t ticket, bool& cancelled) {
-  std::unique_lock lock(mutex_);
-  cancelled = false;
-  const auto found = requests_.find(ticket);
-  if (found == requests_.end()) return {};
-  const Owner request = found->second;
-  if (!request->done && request->queued != 0 && !request->dropped) {
-    cancelled = true;
-    request->status = fail(Code::cancelled, std::string("the ") + verb(request->direction) + " was cancelled with " +
-                                                number(request->queued) + " of " + number(request->pieces.size()) +
-                                                " transfers not begun");
-    drop(*request);
-    if (request->left == 0) complete(*request);
-  }
-  request->changed.wait(lock, [&] { return request->done; });
   return {};
 }
 

@@ -82,7 +82,6 @@ class IoQueue {
   Status submit(Direction direction, const std::vector<Segment>& segments, Priority priority, std::uint64_t& ticket);
   Status wait(std::uint64_t ticket, double timeout, Interrupted interrupted, IoTimes* times = nullptr);
   Status done(std::uint64_t ticket, bool& out);
-  Status cancel(std::uint64_t ticket, bool& cancelled);
   void finished(std::vector<std::uint64_t>& tickets);
   void close();    // no further requests; what is there still runs
   void release();  // the staging memory, once the backend is joined
@@ -156,7 +155,6 @@ class IoBackend {
   virtual Status start() = 0;
   virtual void join() = 0;  // after IoQueue::close: returns when the queue is empty, and lets go of everything
   virtual bool register_memory(std::uint64_t, std::uint64_t) { return false; }
-  virtual void unregister_memory(std::uint64_t) {}
 };
 
 std::unique_ptr<IoBackend> make_threads(IoQueue& queue, const IoOptions& options);

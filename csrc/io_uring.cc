@@ -84,16 +84,6 @@ class Uring final : public IoBackend {
     return false;
   }
 
-  void unregister_memory(std::uint64_t address) override {
-    std::lock_guard lock(mutex_);
-    const auto found = areas_.find(address);
-    if (found == areas_.end()) return;
-    iovec none{nullptr, 0};
-    __u64 tag = 0;
-    io_uring_register_buffers_update_tag(&ring_, found->second.slot, &none, &tag, 1);
-    areas_.erase(found);
-  }
-
  private:
   void release() {
     std::lock_guard lock(mutex_);

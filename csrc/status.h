@@ -17,7 +17,6 @@ enum class Code {
   peer,         // a peer died, aborted or closed                        -> PeerError
   timeout,      // nothing arrived in time                               -> TimeoutError
   internal,     // something that no caller causes by an argument        -> RuntimeError
-  cancelled,    // the caller asked for it                               -> CancelledError
   interrupted,  // a Python signal handler raised                        -> that exception
 };
 

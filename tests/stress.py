@@ -1,7 +1,7 @@
 """The native core under many threads at once, without torch: also run under sanitizers (.ci/sanitize).
 
 Optimizer steps, norms and transfers with injected faults go on beside each other while the pool is replaced and tickets
-are dropped and cancelled; with the argument `fork`, processes fork as well. Work is in flight when the interpreter
+are dropped; with the argument `fork`, processes fork as well. Work is in flight when the interpreter
 ends. Exits with 0 if every number is right.
 """
 
@@ -64,14 +64,9 @@ def transfers(engine: IoEngine, slab: Slab, file: int, number: int) -> None:
         place = base + pick.randrange(MIB - size)
         write = engine.submit(Direction.write, [(file, place, sent.buffer_info()[0], size, False)], Priority.later)
         read = engine.submit(Direction.read, [(file, place, got.buffer_info()[0], size, False)], Priority.now)
-        cancelled = pick.random() < 0.3 and engine.cancel(read)
-        try:
-            engine.wait(read)
-            assert not cancelled
-        except _core.CancelledError:
-            assert cancelled
+        engine.wait(read)
         engine.wait(write)
-        assert cancelled or got == sent
+        assert got == sent
 
 
 def fork(_: int) -> None:

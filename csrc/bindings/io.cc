@@ -100,10 +100,6 @@ void bind_engine(py::module_& m) {
           },
           py::arg("address"), py::arg("bytes"))
       .def(
-          "unregister_memory",
-          [](IoEngine& engine, std::uint64_t address) { run([&] { return engine.unregister_memory(address); }); },
-          py::arg("address"))
-      .def(
           "submit",
           [](IoEngine& engine, Direction direction, const std::vector<SegmentTuple>& segments, Priority priority) {
             std::vector<Segment> parts;
@@ -129,14 +125,6 @@ void bind_engine(py::module_& m) {
             bool done = false;
             run([&] { return engine.done(ticket, done); });
             return done;
-          },
-          py::arg("ticket"))
-      .def(
-          "cancel",
-          [](IoEngine& engine, std::uint64_t ticket) {
-            bool cancelled = false;
-            run([&] { return engine.cancel(ticket, cancelled); });
-            return cancelled;
           },
           py::arg("ticket"))
       .def("finished",

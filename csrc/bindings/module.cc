@@ -12,7 +12,6 @@ PYBIND11_MODULE(_core, m) {
   add_exception(m, "ConnectError", PyExc_OSError);
   add_exception(m, "MismatchError", PyExc_RuntimeError);
   add_exception(m, "PeerError", PyExc_RuntimeError);
-  add_exception(m, "CancelledError", PyExc_RuntimeError);
   bind_mailbox(m);
   bind_kernels(m);
   bind_update(m);

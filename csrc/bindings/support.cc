@@ -37,7 +37,6 @@ void check(const Status& status) {
     case Code::peer: raise_with(exception_type("PeerError").ptr(), status);
     case Code::timeout: raise_with(PyExc_TimeoutError, status);
     case Code::internal: raise_with(PyExc_RuntimeError, status);
-    case Code::cancelled: raise_with(exception_type("CancelledError").ptr(), status);
     case Code::interrupted: throw py::error_already_set();
   }
 }

@@ -141,6 +141,7 @@ class Executor:
                 self.comm.abort(reason_of(error))
             self.early.abandon(reason_of(error))
             self._arriving = []
+            self.telemetry.failed()
             registers.clear()  # which the traceback holds
             raise
         self.telemetry.finished(program.kind)

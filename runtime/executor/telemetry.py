@@ -33,6 +33,10 @@ class Telemetry:
         """A bucket's full parameters are gone."""
         self.unsharded.discard((frame, bucket, tile))
 
+    def failed(self) -> None:
+        """A program ended by an error: no bucket stays unsharded."""
+        self.unsharded.clear()
+
     def updating(self) -> None:
         """An optimizer begins its update."""
         if self.recording:

@@ -26,19 +26,16 @@ import torch
 from torch import Tensor
 
 import zerograph._core as _core
-from zerograph._core import CancelledError, Direction, Priority
+from zerograph._core import Direction, Priority
 from zerograph.core.errors import StorageError
 from zerograph.core.timeline import Stream
 from zerograph.core.units import format_bytes
 from zerograph.runtime.offload.extents import ALIGNMENT, Extent, FreeList
 from zerograph.runtime.timings import Purpose, Timings
 
-__all__ = ["ALIGNMENT", "STRIPE", "Arena", "CancelledError", "Extent", "Priority", "Ticket", "huge_tensor"]
+__all__ = ["ALIGNMENT", "STRIPE", "Arena", "Extent", "Priority", "Ticket", "huge_tensor"]
 
 log = logging.getLogger(__name__)
-
-MOST_FAILURES = 16
-"""Errors of transfers that nobody has waited for: as many are kept for :meth:`Arena.close`, the others are counted."""
 
 STRIPE = 8 * 2**20
 """Bytes on one folder before the next one follows: a transfer long enough for the full speed of a disk."""
@@ -57,7 +54,6 @@ class Ticket:
     purpose: Purpose | None = None
     error: Exception | None = None
     finished: bool = False
-    unseen: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -113,9 +109,7 @@ class Arena:
         # Tickets hold the tensors that the engine reads and writes.
         self._live: dict[int, Ticket] = {}
         self._begun: list[Ticket] = []  # whose numbers are not known
-        self._unseen: dict[int, Exception] = {}
-        self._failures = 0  # of which _unseen has the first ones
-        self._counting = threading.Lock()
+        self._mapping = threading.Lock()
         self._registered: dict[int, Tensor] = {}
         # A mapping lives as long as a tensor that shows it.
         self._mappings: weakref.WeakValueDictionary[Extent, _core.FileMapping] = weakref.WeakValueDictionary()
@@ -290,70 +284,36 @@ class Arena:
             yield stripe % count, stripe // count * self.stripe + inside, begin, length
             begin += length
 
-    def wait(self, ticket: Ticket, timeout: float | None = None) -> None:
+    def wait(self, ticket: Ticket) -> None:
         """Return once that one transfer is done.
 
         Raises:
             StorageError: it failed; with errno and file. The arena stays usable.
-            CancelledError: it was cancelled.
-            TimeoutError: it is not done within ``timeout`` seconds.
         """
-        if not ticket.lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise TimeoutError(f"the transfer is not done after {timeout} s")
-        try:
-            self._collect(ticket, -1.0 if timeout is None else timeout)
-        finally:
-            ticket.lock.release()
+        with ticket.lock:
+            self._collect(ticket)
         if ticket.error is not None:
-            self._see(ticket)
             raise ticket.error
 
     def done(self, ticket: Ticket) -> bool:
         """Whether ``ticket`` is done, well or not; never waits."""
         return ticket.finished or ticket.id is None or self._engine.done(ticket.id)
 
-    def cancel(self, ticket: Ticket) -> bool:
-        """Stop a transfer and return when its memory is free. False: it was under way wholly, or done.
-
-        A cancelled write leaves undefined bytes in its range of the extent.
-        """
-        if ticket.finished or ticket.id is None:
-            return False
-        return self._engine.cancel(ticket.id)
-
-    def _collect(self, ticket: Ticket, timeout: float) -> None:
-        """Fetch the outcome of ``ticket``, whose lock is held; TimeoutError leaves it as it is."""
+    def _collect(self, ticket: Ticket) -> None:
+        """Fetch the outcome of ``ticket``, whose lock is held."""
         if ticket.finished or ticket.id is None:
             return
         try:
             with _explained():
-                times = self._engine.wait(ticket.id, timeout)
+                times = self._engine.wait(ticket.id)
             stream: Stream = "nvme_read" if ticket.direction is Direction.read else "nvme_write"
             self._timings.add(stream, ticket.purpose, *times)
-        except (StorageError, CancelledError) as error:
+        except StorageError as error:
             # Tracebacks hold the tensors of whoever came across it.
             ticket.error, error.__context__ = error.with_traceback(None), None
-            if isinstance(error, StorageError):
-                self._remember(ticket, error)
         self._finish(ticket)
         ticket.finished, ticket.tensor = True, None
         self._live.pop(ticket.id, None)
-
-    def _remember(self, ticket: Ticket, error: StorageError) -> None:
-        """For :meth:`close`: nobody may ever wait for ``ticket``."""
-        assert ticket.id is not None
-        with self._counting:
-            ticket.unseen = True
-            self._failures += 1
-            if len(self._unseen) < MOST_FAILURES:
-                self._unseen[ticket.id] = error
-
-    def _see(self, ticket: Ticket) -> None:
-        with self._counting:
-            if ticket.unseen and ticket.id is not None:
-                ticket.unseen = False
-                self._failures -= 1
-                self._unseen.pop(ticket.id, None)
 
     def _reap(self) -> None:
         """Let go of the memory of transfers that nobody waited for yet."""
@@ -362,7 +322,7 @@ class Arena:
             # Where the lock is taken, another thread waits for the transfer, and collects it.
             if ticket is not None and ticket.lock.acquire(blocking=False):
                 try:
-                    self._collect(ticket, -1.0)
+                    self._collect(ticket)
                 finally:
                     ticket.lock.release()
 
@@ -371,7 +331,7 @@ class Arena:
     def register(self, tensor: Tensor) -> bool:
         """Pin the memory of ``tensor``, which is transferred again and again; True where the kernel permits it.
 
-        It is kept alive until :meth:`unregister` or :meth:`close`.
+        It is kept alive until :meth:`close`.
         """
         address = tensor.data_ptr()
         self._registered[address] = tensor  # before the kernel has it: a handler of signals may raise in between
@@ -379,11 +339,6 @@ class Arena:
             return True
         del self._registered[address]
         return False
-
-    def unregister(self, tensor: Tensor) -> None:
-        """Undo :meth:`register`."""
-        if self._registered.pop(tensor.data_ptr(), None) is not None:
-            self._engine.unregister_memory(tensor.data_ptr())
 
     def map(self, extent: Extent) -> _core.FileMapping:
         """The extent as memory that is shared with its file; the same one while it is in use."""
@@ -395,13 +350,13 @@ class Arena:
             parts = self._parts(extent.offset, extent.room)
             with _explained():
                 mapping = _core.FileMapping([(self._slabs[slab].fd, place, size) for slab, place, _, size in parts])
-            with self._counting:
+            with self._mapping:
                 self._mappings[extent] = mapping
         return mapping
 
     def _mapped(self) -> list[tuple[Extent, _core.FileMapping]]:
         """Extents with their mappings; other threads may map more meanwhile."""
-        with self._counting:
+        with self._mapping:
             return list(self._mappings.items())
 
     def drop_pages(self, extents: Iterable[Extent]) -> None:
@@ -448,30 +403,14 @@ class Arena:
     # ---- the end
 
     def close(self) -> None:
-        """Wait for every transfer, give the space back. Tensors that map extents stay usable.
-
-        Raises:
-            StorageError: a transfer that nobody waited for had failed; a note says how many more did.
-        """
-        if not self._finalizer.alive:
-            return
-        self._engine.close()
-        for ticket in list(self._live.values()):
-            with ticket.lock:
-                self._collect(ticket, -1.0)
-        self._finalizer()
-        self._registered.clear()
-        if self._failures:
-            raise self._first_failure()
-
-    def _first_failure(self) -> Exception:
-        many = f"{self._failures} transfers that nobody waited for have failed"
-        error = next(iter(self._unseen.values()), None)
-        if error is None:
-            return StorageError(many, "wait for tickets to see why")
-        if self._failures > 1:
-            error.add_note(many)
-        return error
+        """Wait for every transfer, give the space back. Tensors that map extents stay usable."""
+        if self._finalizer.alive:
+            self._engine.close()
+            for ticket in list(self._live.values()):
+                with ticket.lock:
+                    self._collect(ticket)
+            self._finalizer()
+            self._registered.clear()
 
     def __enter__(self) -> Arena:
         return self
@@ -503,8 +442,6 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except StorageError:
-        raise
-    except TimeoutError:
         raise
     except OSError as error:
         text, _, hint = (error.strerror or str(error)).partition("\n\nhint: ")

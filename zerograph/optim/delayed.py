@@ -20,10 +20,8 @@ from zerograph.core.machine import is_disk
 from zerograph.optim.factor import Factor
 from zerograph.optim.owner import Owner, StepsOf, Untouched
 from zerograph.optim.parts import UpdateRow
-from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
-from zerograph.runtime.comm.entry import reason_of
 
 
 class DelayedSteps(StepsOf):
@@ -50,9 +48,6 @@ class DelayedSteps(StepsOf):
             UnsupportedError: a gradient that cannot be updated; nothing has changed then.
         """
         opt = self.optimizer
-        if not self.moves:
-            opt.start(grad_scale, clip).wait()
-            return
         late, left = self._late_params(), min(g.get("warmup", opt.defaults["warmup"]) for g in opt.param_groups)
         if left:
             opt.start(grad_scale, clip).wait()
@@ -114,8 +109,7 @@ class DelayedSteps(StepsOf):
         except BaseException as error:
             if opt.store is not None:
                 opt.store.slots.wait()  # before a checkpoint is loaded
-            opt.leave_half_done(reason_of(error))
-            tell_failed_step(opt, error)  # type: ignore[arg-type]
+            self.failed(error)
             raise
         if opt.steps is not None:
             opt.steps.updated()

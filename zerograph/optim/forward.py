@@ -19,10 +19,8 @@ from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.optim.factor import Factor
 from zerograph.optim.owner import Owner, StepsOf, Untouched
 from zerograph.optim.parts import UpdateRow
-from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
-from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
@@ -60,9 +58,6 @@ class ForwardSteps(StepsOf):
             StorageError: there is no room for states; nothing has changed then.
         """
         opt, store = self.optimizer, self.optimizer.store
-        if not self.moves:
-            opt.start(grad_scale, clip).wait()
-            return
         gathers = store.fetches.gathers() if store is not None else {}
         gathers = {id(p): gathers[id(p)] for p in self.params if id(p) in gathers and not delayed.is_read_eagerly(p)}
         if store is None or not gathers:
@@ -159,8 +154,7 @@ class ForwardSteps(StepsOf):
         if self.optimizer.store is not None:
             self.optimizer.store.slots.take()  # after Ctrl-C nothing waits for what streams
         self._end()
-        self.optimizer.leave_half_done(reason_of(error))
-        tell_failed_step(self.optimizer, error)  # type: ignore[arg-type]
+        self.failed(error)
 
     def _refuse_changed(self, bucket: _Awaited) -> None:
         for what, changed in (("parameters", bucket.params.changed), ("gradients", bucket.grads.changed)):

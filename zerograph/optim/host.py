@@ -159,7 +159,7 @@ class HostOptimizer(Optimizer):
                 self.late.refuse("a closure", "call backward() yourself, then step()")
             with torch.enable_grad():
                 loss = closure()
-        if self.late is not None:
+        if self.late is not None and self.late.moves:
             self.late.step(grad_scale, clip)
         else:
             self.start(grad_scale, clip).wait()

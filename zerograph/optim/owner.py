@@ -11,7 +11,9 @@ from torch import Tensor
 from zerograph.optim.factor import Factor
 from zerograph.optim.parts import UpdateRow
 from zerograph.optim.tensors import GroupLayout
+from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
+from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import StepCount
 from zerograph.runtime.offload.shards import ShardStore
@@ -84,6 +86,11 @@ class StepsOf:
     def moves(self) -> bool:
         """Whether a step changes parameters: by one with learning rates of 0 DCP makes states."""
         return any(group.get("lr") != 0 for group in self.optimizer.param_groups)
+
+    def failed(self, error: BaseException) -> None:
+        """An update ended half done by ``error``, which is on its way to the caller: the other ranks hear of it."""
+        self.optimizer.leave_half_done(reason_of(error))
+        tell_failed_step(self.optimizer, error)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return type(self.optimizer).__name__

@@ -74,7 +74,7 @@ def test_kinds_add_up_at_every_instant(file: PlanFile) -> None:
     training=st.booleans(),
 )
 def test_kinds_of_planned_steps_add_up(layers: list[Layer], placement: Placement, stage: int, training: bool) -> None:
-    step, machine = step_of(layers, training=training, updates=training), machine_named("h100-80gb")
+    step, machine = step_of(layers, training=training), machine_named("h100-80gb")
     plan = plan_step(step, stage=stage, world_size=4, bucket_size=MIB, prefetch=1)
     plan = replace(plan, buckets=tuple(replace(b, placement=placement) for b in plan.buckets))
     rates = Rates(machine, 4, plan.compute_dtype)

@@ -202,6 +202,7 @@ def test_a_failing_segment_raises_its_own_error() -> None:
     run, _ = executor(FORWARD, fails)
     with pytest.raises(ZeroDivisionError, match="in a segment"):
         run([torch.tensor([1.0, 2.0]), torch.full((4,), 3.0)])
+    assert run.telemetry.unsharded == set()
 
 
 def test_overhead_per_instruction() -> None:

@@ -29,7 +29,7 @@ from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
 from zerograph.runtime.offload import nvme
 from zerograph.runtime.offload.extents import Extent
-from zerograph.runtime.offload.nvme import Arena, CancelledError, Priority, huge_tensor
+from zerograph.runtime.offload.nvme import Arena, Priority, huge_tensor
 
 MIB = 2**20
 ENGINES = ["threads"] + ["uring"] * (_core.has_uring() and _core.probe_uring() == 0)
@@ -74,7 +74,7 @@ def test_every_dtype_comes_back_bit_by_bit(arena: Arena, dtype: torch.dtype) -> 
 def test_empty_tensors(arena: Arena) -> None:
     extent = arena.allocate(0)
     ticket = arena.write(extent, torch.empty(0, 7))
-    assert arena.done(ticket) and not arena.cancel(ticket)
+    assert arena.done(ticket)
     arena.wait(ticket)
     arena.wait(arena.read(extent, torch.empty(0)))
     arena.free(extent)
@@ -189,31 +189,6 @@ def test_a_fetch_overtakes_queued_write_backs(engine: str, tmp_path: Path) -> No
         arena.wait(write_back)
 
 
-def test_a_wait_is_for_one_ticket_and_has_a_limit(engine: str, tmp_path: Path) -> None:
-    with Arena([tmp_path], 64 * MIB, engine=engine, depth=1, block=64 * 1024) as arena:
-        slowed(arena, 20)
-        ticket = arena.write(arena.allocate(32 * MIB), huge_tensor(32 * MIB))
-        with pytest.raises(TimeoutError):
-            arena.wait(ticket, 0.001)
-        arena.wait(ticket)
-        assert arena.done(ticket)
-        arena.wait(ticket)
-
-
-def test_cancelled_transfers_stop(engine: str, tmp_path: Path) -> None:
-    with Arena([tmp_path], 64 * MIB, engine=engine, depth=1, block=64 * 1024) as arena:
-        slowed(arena, 30)
-        extent = arena.allocate(32 * MIB)
-        ticket = arena.write(extent, huge_tensor(32 * MIB))
-        after = arena.read(extent, huge_tensor(64 * 1024))
-        assert arena.cancel(ticket)
-        with pytest.raises(CancelledError, match="not begun"):
-            arena.wait(ticket)
-        arena.wait(after)
-        assert not arena.cancel(after)
-        assert arena.stats["bytes_written"] < 32 * MIB
-
-
 def test_tensors_live_until_their_transfer_ends(arena: Arena) -> None:
     extent = arena.allocate(8 * MIB)
     slowed(arena, 8)
@@ -299,8 +274,6 @@ def test_registered_memory(arena: Arena) -> None:
     extent = arena.allocate(4 * MIB)
     arena.wait(arena.write(extent, tensor))
     assert torch.equal(back(arena, extent, tensor), tensor)
-    arena.unregister(tensor)
-    arena.wait(arena.write(extent, tensor))
 
 
 def test_what_is_refused_again_and_again_holds_up_nobody_else(engine: str, tmp_path: Path) -> None:

@@ -197,6 +197,15 @@ def _init_failures() -> list[str]:
     return messages
 
 
+def test_a_lone_rank_owns_nothing_of_what_it_makes() -> None:
+    """Another parameter may come to have the ``id`` of one that is gone."""
+    with torch.device("meta"):
+        model = Toy()
+    backend = zerograph.backend()
+    zerograph.materialize(zerograph.shard(model, backend))
+    assert not backend._adoption.known
+
+
 def test_initializations_that_fail_name_the_module() -> None:
     first, second = run(2, _init_failures)
     assert "module at the root (NoReset) has no reset_parameters()" in first[0]

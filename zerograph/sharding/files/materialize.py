@@ -78,7 +78,9 @@ def fill(
     if files:
         read_files(slots, files, room, group, strict=init is None)
     _initialize(model, slots, init if callable(init) else None, room, group, _how_to_initialize(model, files))
-    adoption.replace(_install(slots))
+    new = _install(slots)
+    if adoption.params:  # a lone rank shards nothing, and knows of no parameter when it is gone
+        adoption.replace(new)
     return model
 
 
