@@ -20,6 +20,7 @@ from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.executor import early
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.torch_private import local_tensor
+from zerograph.sharding.foreign_code import explain_clipping
 
 
 class EarlySteps(StepsOf):
@@ -41,6 +42,7 @@ class EarlySteps(StepsOf):
         self.iteration = object()
         self.backward: int | None = None
         early.follow(self)
+        explain_clipping()
 
     @property
     def is_current(self) -> bool:

@@ -30,6 +30,12 @@ def explain_shards() -> None:
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
         before(wrapper, "__init__", _refuse_wrapper)
     before(safetensors.torch, "_find_shared_tensors", _refuse_in_file)
+    explain_clipping()
+
+
+def explain_clipping() -> None:
+    """From now on have errors of ours where torch's clipping by norm would clip what is left of the gradients, or each
+    rank's own. Idempotent; for the whole process."""
     before(clip_grad, "_clip_grads_with_norm_", _refuse_clipping)
 
 
