@@ -14,6 +14,7 @@ from host_ranks import PORT, Net, assert_left_nothing, assert_mean, torchrun, tr
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # it starts sixteen processes, which import torch
 def test_all_ranks_start_again_and_go_on_from_the_last_checkpoint(hosts: list[Any], disks: Path) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -24,7 +25,7 @@ def test_all_ranks_start_again_and_go_on_from_the_last_checkpoint(hosts: list[An
         meets = f"--rdzv-backend c10d --rdzv-endpoint {hosts[0].address}:{PORT} --rdzv-conf is_host={int(not number)}"
         job = f"--nnodes 2 --nproc-per-node 2 --max-restarts 1 --local-addr {host.address} {meets}"
         runs.append(torchrun(host, *job.split(), elastic_job.__file__, str(disks)))
-    told = [run.communicate(timeout=300)[1] for run in runs]
+    told = [run.communicate(timeout=280)[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], told
     for first, steps in ((0, slice(KILLED)), (EVERY, slice(EVERY, STEPS))):
         found = [json.loads((disks / f"rank {rank} from {first}.json").read_text()) for rank in range(4)]
