@@ -162,6 +162,7 @@ class _Ema(torch.nn.Module):
 
 def _early_averages_of_others() -> None:
     model = build()
+    scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2))  # looked at too, and has its children elsewhere
     averages = [_Ema(model) for _ in range(3)]
     compiled(model, 3)
     train(model, adamw(model), range(1))
@@ -174,6 +175,7 @@ def _early_averages_of_others() -> None:
         assert type(average) is _Ema
         found = full(average.module)
         assert all(torch.equal(found[n], before[n].lerp(now[n], weight)) for n, _ in model.named_parameters())
+    assert scripted(torch.ones(2)).shape == (2,)
 
 
 def test_averages_of_other_libraries_are_sharded_by_their_first_update() -> None:

@@ -99,11 +99,10 @@ def await_updates(roots: Sequence[nn.Module], objects: Iterable[Any]) -> None:
 
 def _is_average(candidate: Any) -> TypeGuard[_Average]:
     """Whether it keeps a model as its child ``module``, and has a method that takes another one's values."""
-    return (
-        isinstance(candidate, nn.Module)
-        and isinstance(candidate._modules.get("module"), nn.Module)
-        and any(hasattr(type(candidate), name) for name in _UPDATES)
-    )
+    if not isinstance(candidate, nn.Module) or not any(hasattr(type(candidate), name) for name in _UPDATES):
+        return False
+    children = candidate.__dict__.get("_modules")  # which TorchScript's modules have in a class of their own
+    return isinstance(children, dict) and isinstance(children.get("module"), nn.Module)
 
 
 def _shapes(model: nn.Module) -> frozenset[tuple[str, torch.Size]]:
