@@ -20,7 +20,6 @@ from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.executor import early
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.torch_private import local_tensor
-from zerograph.sharding.foreign_code import explain_clipping
 
 
 class EarlySteps(StepsOf):
@@ -33,6 +32,8 @@ class EarlySteps(StepsOf):
     """
 
     def __init__(self, optimizer: Owner) -> None:
+        from zerograph.sharding.foreign_code import explain_clipping  # imports Dynamo, and that Triton
+
         super().__init__(optimizer)
         self._under_way: list[PendingUpdate] = []
         self._begun = self._begun_before = 0  # in this iteration, and in the last one
