@@ -109,10 +109,10 @@ class Arena:
         # Tickets hold the tensors that the engine reads and writes.
         self._live: dict[int, Ticket] = {}
         self._begun: list[Ticket] = []  # whose numbers are not known
-        self._mapping = threading.Lock()
         self._registered: dict[int, Tensor] = {}
         # A mapping lives as long as a tensor that shows it.
         self._mappings: weakref.WeakValueDictionary[Extent, _core.FileMapping] = weakref.WeakValueDictionary()
+        self._mappings_lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _shut, os.getpid(), self._engine, self._slabs, self._live, self._begun)
 
     def _tell(self, direct: bool) -> None:
@@ -350,13 +350,13 @@ class Arena:
             parts = self._parts(extent.offset, extent.room)
             with _explained():
                 mapping = _core.FileMapping([(self._slabs[slab].fd, place, size) for slab, place, _, size in parts])
-            with self._mapping:
+            with self._mappings_lock:
                 self._mappings[extent] = mapping
         return mapping
 
     def _mapped(self) -> list[tuple[Extent, _core.FileMapping]]:
         """Extents with their mappings; other threads may map more meanwhile."""
-        with self._mapping:
+        with self._mappings_lock:
             return list(self._mappings.items())
 
     def drop_pages(self, extents: Iterable[Extent]) -> None:

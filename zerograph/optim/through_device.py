@@ -8,7 +8,6 @@ lives there, and the host waits for nothing before the end. Where the device is 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -95,7 +94,7 @@ class ThroughDevice:
             parts: each with its group, the rule of that, and its gradients.
             factor: of the gradients.
         """
-        self._owner, self._store, self._parts = weakref.ref(owner), store, parts
+        self._owner, self._store, self._parts = owner, store, parts
         self._factor, self._update_there = factor, update_there
         self._memory = store.locations.hosted.memory
         self._is_simulated = self._memory.device.type == "cpu"
@@ -127,9 +126,7 @@ class ThroughDevice:
             self._count()
             self._timed.ended = True
         except BaseException as error:
-            owner = self._owner()
-            assert owner is not None  # its step runs
-            self._store.half_done[owner] = reason_of(error)
+            self._store.half_done[self._owner] = reason_of(error)
             for chunk in chunks:
                 while chunk.under_way or chunk.awaited:
                     with contextlib.suppress(Exception):  # the first error is on its way to the caller
