@@ -83,7 +83,7 @@ def executor() -> Executor:
         register, x = out + 1, out
     program = Program("forward", inputs, register, tuple(steps), (x,), (Segment("0" * 16, 1),))
     accumulation = GradientAccumulation({})
-    cache = GatheredCache(StepCount(), accumulation)
+    cache = GatheredCache(StepCount({}), accumulation)
     runtime = Runtime(0, Nowhere(), cache, accumulation, Telemetry(), ShardStore({}, nowhere))  # type: ignore[arg-type]
     return Executor(program, [_first], runtime)
 

@@ -63,7 +63,7 @@ class Backend:
         self._segments = SegmentCache(config.compute)
         self._telemetry = Telemetry()
         # The same sets and dicts for all: adoption fills them when a model comes, and everyone sees it.
-        self._steps = StepCount(self._adoption.known)
+        self._steps = StepCount(self._adoption.params)
         self._accumulation = GradientAccumulation(self._adoption.params)
         self._store = ShardStore(self._adoption.params, self._open_arena)
         self._waiting: dict[str, int] = {}  # bytes of activations on NVMe, by the user's function

@@ -9,7 +9,7 @@ have stepped until they are reduced, and inside of one schedule of a pipeline.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,21 +18,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zerograph.core.plan import Param
 from zerograph.runtime.executor.accumulation import GradientAccumulation
+from zerograph.runtime.torch_private import local_tensor
 
 
 class StepCount:
     """Steps of optimizers so far; shared by all frames of one backend.
 
     Attributes:
-        value: of any optimizer.
+        value: of optimizers that write to memory of the backend's parameters, these themselves or views of them.
         own: of those that hold parameters of the backend, as all ranks must have taken alike. Not counted is the step
             with a learning rate of 0 by which DCP makes states: a rank that has them takes none.
     """
 
-    def __init__(self, own: Container[int] = ()) -> None:
-        """``own`` are the ids of the backend's parameters, now and later."""
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        """``params`` are the backend's by name, now and later."""
         self.value = self.own = 0
-        self._params = own
+        self._params = params
         count = weakref.ref(self)
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
@@ -54,9 +55,17 @@ class StepCount:
         self.own += 1
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        self.value += 1
+        known = {id(p) for p in self._params.values()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
         moving = (p for group in optimizer.param_groups if group.get("lr") != 0 for p in group["params"])
-        self.own += any(id(p) in self._params for p in moving)
+        # One of a probe on one rank alone is nothing to us, where other ranks trust what they have gathered.
+        if any(id(p) in known for p in held) or not _memory(held).isdisjoint(_memory(self._params.values())):
+            self.value += 1
+        self.own += any(id(p) in known for p in moving)
+
+
+def _memory(tensors: Iterable[Tensor]) -> set[int]:
+    return {local_tensor(t).untyped_storage().data_ptr() for t in tensors if not t.is_meta} - {0}
 
 
 class Buckets:
@@ -148,7 +157,6 @@ class GatheredCache(Buckets):
         """
         schedule = self._accumulation.schedule
         now = (self._steps.value, generation, schedule)
-        # Any optimizer counts, not only those of the backend: a step of a foreign one may write to the same tensors.
         # Whether gradients are held may have to be read from a device: it is asked where it matters.
         nothing = self.is_empty and self.in_host.is_empty
         trusted = kind == "backward" or nothing or schedule is not None or self._accumulation.open

@@ -35,7 +35,7 @@ def reads_of(name: str, device: torch.device) -> UncompiledReads:
     if reads is None or known != axes:  # names of groups that were destroyed are used again
         group = axes.everyone
         rendezvous = None if backend_name(group, device) == "fake" else Rendezvous.open(group, device)
-        reads = UncompiledReads(connect_axes(axes, device, rendezvous), (), StepCount(), GradientAccumulation({}), 3)
+        reads = UncompiledReads(connect_axes(axes, device, rendezvous), (), StepCount({}), GradientAccumulation({}), 3)
         _OF_AXES[name] = (axes, reads)
     return reads
 

@@ -80,7 +80,7 @@ def executor(program: Program, *segments: Any) -> tuple[Executor, Recorder]:
     comm = Recorder()
     accumulation = GradientAccumulation({"w": comm.param})
     runtime = Runtime(
-        0, comm, GatheredCache(StepCount(), accumulation), accumulation, Telemetry(), ShardStore({}, _nowhere)
+        0, comm, GatheredCache(StepCount({}), accumulation), accumulation, Telemetry(), ShardStore({}, _nowhere)
     )  # type: ignore[arg-type]
     return Executor(program, segments, runtime), comm
 

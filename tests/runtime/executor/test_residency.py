@@ -30,7 +30,7 @@ Made = tuple[GatheredCache, StepCount, GradientAccumulation, GroupCommunicator]
 
 @pytest.fixture
 def made(group: dist.ProcessGroup) -> Made:
-    steps, accumulation = StepCount(), GradientAccumulation({"w": torch.zeros(4, requires_grad=True)})
+    steps, accumulation = StepCount({}), GradientAccumulation({"w": torch.zeros(4, requires_grad=True)})
     return GatheredCache(steps, accumulation), steps, accumulation, GroupCommunicator(group, torch.device("cpu"))
 
 
@@ -119,15 +119,16 @@ def test_what_is_dropped_is_gone(made: Made) -> None:
 def test_steps_of_own_optimizers_are_counted_separately() -> None:
     """With a learning rate of 0 DCP makes states on ranks that have none, which is no step that ranks must share."""
     ours, theirs = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    count = StepCount({id(ours)})
+    count = StepCount({"ours": ours})
 
     def step(*params: nn.Parameter, **options: float) -> tuple[int, int]:
         for p in params:
-            p.grad = torch.ones(2)
+            p.grad = torch.ones_like(p)
         torch.optim.SGD(params, **options).step()
         return count.value, count.own
 
-    assert step(theirs) == (1, 0)
+    assert step(theirs) == (0, 0)
+    assert step(nn.Parameter(ours.detach()[:1])) == (1, 0)
     assert step(ours, theirs) == (2, 1)
     assert step(ours, lr=0.0) == (3, 1)
 
@@ -154,7 +155,7 @@ def test_a_count_that_is_gone_is_not_reported() -> None:
     optimizer = torch.optim.SGD([param])
     gc.collect()  # counts of other tests may be gone
     before = len(hooks)
-    count = StepCount({id(param)})
+    count = StepCount({"param": param})
     assert len(hooks) == before + 1
     del count
     gc.collect()
