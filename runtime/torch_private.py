@@ -135,8 +135,12 @@ def accumulated_directly() -> set[int]:
 def has_gradient_hooks(param: Tensor) -> bool:
     """Whether the user has hooks on the gradient of ``param``, which can be registered and not asked for; that of
     ``GradientAccumulation`` does not count. Seen in 2.11, 2.13."""
-    accumulated = (param._post_accumulate_grad_hooks or {}).keys()  # type: ignore[attr-defined]
-    return bool(param._backward_hooks or accumulated - {param.__dict__.get("_zg_followed")})
+    accumulated = (param._post_accumulate_grad_hooks or {}).values()  # type: ignore[attr-defined]
+    return bool(param._backward_hooks or any(not hasattr(hook, FOLLOWS) for hook in accumulated))
+
+
+FOLLOWS = "_zg_follows"
+"""Attribute of the hook of ``GradientAccumulation``, by which it is told from those of users."""
 
 
 class Memory:

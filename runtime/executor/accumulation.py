@@ -22,7 +22,7 @@ from zerograph.runtime.comm.collectives import together
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, sequence_of
 from zerograph.runtime.executor import local_gradients
-from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
+from zerograph.runtime.torch_private import FOLLOWS, after_backward, current_backward, local_tensor
 
 
 class GradientAccumulation:
@@ -44,7 +44,9 @@ class GradientAccumulation:
         self._flushing: int | None = None  # the backward at whose end the rest is reduced
         self._seen: dict[str, Values] = {}  # of gradients on a device, since the beginning of a backward
         self._seen_in: int | None = None  # that backward
-        self._asked: bool | None = None  # whether the last gradient that was looked at had been dropped
+        self._told: bool | None = None  # whether a gradient that tells was dropped before the last backward; None: none
+        self._told_in: int | None = None  # that backward
+        self._following: dict[str, weakref.ref[Tensor]] = {}  # the tensors whose gradients a hook follows
         self._comm: Communicator
 
     @property
@@ -150,15 +152,21 @@ class GradientAccumulation:
         Raises:
             ZeroGraphError: it was changed in another way, which the held part did not see.
         """
-        grad = self._params[name].grad
-        if not self._tells(name):
+        grad, told = self._params[name].grad, self._told_by_another()
+        if self._tells(name):
+            return self._was_dropped(name, left, version)
+        # Where no other tells, whoever wrote to it has zeroed it.
+        return grad is not left or grad._version != version if told is None else told
+
+    def _told_by_another(self) -> bool | None:
+        """Whether a gradient that tells had been dropped when the backward that runs began; None where none tells.
+        Later in it gradients are withdrawn, or left anew."""
+        backward = current_backward()
+        if backward != self._told_in or backward == _OUTSIDE:
             other = next(filter(self._tells, self._left), None)
-            if other is not None:
-                return self._dropped(other, *self._left[other])
-            # All others were asked in this backward; alone, whoever wrote to it has zeroed it.
-            return grad is not left or grad._version != version if self._asked is None else self._asked
-        self._asked = self._was_dropped(name, left, version)
-        return self._asked
+            self._told = None if other is None else self._was_dropped(other, *self._left[other])
+            self._told_in = backward
+        return self._told
 
     def _tells(self, name: str) -> bool:
         grad = self._params[name].grad
@@ -196,8 +204,8 @@ class GradientAccumulation:
 
     def _follow(self, name: str) -> None:
         """Let a hook record what each backward leaves in ``.grad``; once for each tensor that bears the name."""
-        param = self._params[name]
-        if "_zg_followed" in param.__dict__:
+        param, known = self._params[name], self._following.get(name)
+        if known is not None and known() is param:
             return
         # A hook lives as long as its parameter, and must not keep a backend that is gone, with its gradients.
         accumulation = weakref.ref(self)
@@ -207,7 +215,9 @@ class GradientAccumulation:
             if live is not None and name in live._held:
                 live._accumulated(name, p)
 
-        param.__dict__["_zg_followed"] = param.register_post_accumulate_grad_hook(accumulated).id
+        accumulated.__dict__[FOLLOWS] = True
+        param.register_post_accumulate_grad_hook(accumulated)
+        self._following[name] = weakref.ref(param)
 
     def _accumulated(self, name: str, param: Tensor) -> None:
         self._seen.pop(name, None)
@@ -300,6 +310,9 @@ class GradientAccumulation:
                 "run the backward of the last micro-batch outside of no_sync()",
             )
 
+
+_OUTSIDE = -1
+"""Number of the backward where none runs."""
 
 _Held = dict[str, dict[tuple[int, int] | None, tuple[Param, Tensor]]]
 """Gradients by the parameter's name, and the rows of its shards at which a tile begins and ends; None is the whole."""

@@ -6,6 +6,7 @@ Tests ``optim/check.py``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -104,15 +105,29 @@ def held_on_top_of_zeros(model: Any, no_sync: Any) -> None:
     loss(model, 4).backward()
 
 
+def held_after_a_batch_was_dropped(model: Any, no_sync: Any) -> None:
+    """Gradients of the head alone, so that the last rank has nothing to look at."""
+    for frozen in (model.left, model.right):
+        frozen.requires_grad_(False)
+    with no_sync():
+        loss(model, 1).backward()
+    model.zero_grad()
+    for seed in (2, 4):
+        with no_sync():
+            loss(model, seed).backward()
+        loss(model, seed + 1).backward()
+
+
 HELD = [
     held_for_a_branch_that_is_not_taken_again,
     held_until_an_uncompiled_backward,
     held_and_zeroed_by_foreach,
     held_and_zeroed,
     held_on_top_of_zeros,
+    held_after_a_batch_was_dropped,
 ]
 
-ZEROED = (held_and_zeroed_by_foreach, held_and_zeroed)
+ZEROED = (held_and_zeroed_by_foreach, held_and_zeroed, held_after_a_batch_was_dropped)
 """On four ranks, of which the last has no rows of the head and looks at other gradients."""
 
 
@@ -130,6 +145,45 @@ def test_held_gradients(scenario: Callable[[Any, Any], None]) -> None:
     for results in run(4 if scenario in ZEROED else 2, _held, scenario):
         check(results)
         assert set(results[3].values) == set(results[None].values)
+
+
+def _held_by_a_copy() -> dict[int | None, Result]:
+    results = {}
+    for stage in (None, 1, 3):
+        model, no_sync = made(stage)
+        with no_sync():
+            loss(model, 1).backward()
+        loss(model, 2).backward()
+        model.zero_grad()
+        other = copy.deepcopy(model)
+        if stage is not None:
+            backend = zerograph.backend(stage=stage, compute="eager")
+            other.compile(backend=backend)
+            no_sync = backend.no_sync
+        with no_sync():
+            loss(other, 3).backward()
+        other.zero_grad()
+        loss(other, 4).backward()
+        results[stage] = Result([0.0], gradients(other))
+    return results
+
+
+def test_a_copy_drops_gradients_too() -> None:
+    for results in run(2, _held_by_a_copy):
+        check(results)
+
+
+def _probed() -> None:
+    model, _ = made(1)
+    out, probe = model(torch.ones(2, 8)), nn.Linear(5, 1)
+    if dist.get_rank() == 0:
+        probe(out.detach()).sum().backward()
+        torch.optim.SGD(probe.parameters()).step()
+    out.square().mean().backward()
+
+
+def test_an_optimizer_of_other_parameters_may_step_on_one_rank() -> None:
+    run(2, _probed)
 
 
 def _refused_while_held() -> None:
