@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from torch.optim import Optimizer
 import zerograph
 from zerograph._core import FaultPoint
 from zerograph.core.errors import ConfigError, RankError, StorageError, ZeroGraphError
+from zerograph.optim.stream import Stream
+from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.offload import slots
 
 
@@ -256,6 +259,43 @@ def _every_transfer(folder: str) -> set[str]:
 def test_any_transfer_of_an_update_may_fail(tmp_path: Path) -> None:
     (places,) = run(1, _every_transfer, str(tmp_path))
     assert places == {"backward"}  # which waits for them
+
+
+def _interrupted(folder: str) -> None:
+    """Ctrl-C while the end of a backward waits for updates that stream."""
+    slots.SLOT = 32 * 2**10
+    training, streaming = Run(partial(adamw, overlap=True), stage=3, path=folder, **OFF), [0]
+    training.steps(1)
+    streams, beside = Stream.run, PendingUpdate.stream_beside
+
+    def slowly(*given: Any) -> None:
+        streaming[0] += 1
+        time.sleep(0.1)
+        streams(*given)
+        streaming[0] -= 1
+
+    def waits(update: PendingUpdate, start: Any) -> None:
+        beside(update, start)
+        begun.append(update._beside)
+        update._streams = (partial(waited, update._beside),)
+
+    def waited(future: Any) -> None:
+        if future is begun[-1]:  # those before it have ended
+            raise KeyboardInterrupt
+        future.result()
+
+    begun: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "run", slowly)
+        patch.setattr(PendingUpdate, "stream_beside", waits)
+        patch.setattr(PendingUpdate, "done", lambda _: False)
+        with pytest.raises(KeyboardInterrupt):
+            training.backward()
+        assert begun[-1].done() and streaming == [0]
+
+
+def test_nothing_streams_behind_an_interrupt(tmp_path: Path) -> None:
+    run(1, _interrupted, str(tmp_path))
 
 
 def _two_optimizers(model: nn.Module, overlap: bool) -> tuple[Optimizer, Optimizer]:

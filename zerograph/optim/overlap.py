@@ -127,6 +127,8 @@ class EarlySteps(StepsOf):
             with contextlib.suppress(Exception):  # the first error is on its way to the caller
                 pending.wait()
         self._under_way, self.backward = [], None
+        if self.optimizer.store is not None:
+            self.optimizer.store.slots.take()  # after Ctrl-C nothing waits for what streams
         if self.updated:
             self.optimizer.leave_half_done(why)
         self.stepped()
