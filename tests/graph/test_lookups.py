@@ -17,6 +17,7 @@ RANGES: list[tuple[str, Any, int | None]] = [
     ("in steps", lambda n: torch.arange(0, 2 * n, 2), 22),
     ("downwards", lambda n: torch.arange(n - 1, -1, -1), None),
     ("half of it", lambda n: torch.arange(2 * n)[:n], None),
+    ("one of its parts", lambda n: torch.arange(2 * n).chunk(2)[0], None),
 ]
 
 

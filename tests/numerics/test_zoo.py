@@ -467,12 +467,27 @@ def swapped_in() -> Case:
     return Case(Model(), normal(6))
 
 
+def parts_of_ids() -> Case:
+    """Two towers: each looks up a part of the tokens."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(33, 8), nn.Linear(8, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            (left, right), (first, *_) = ids.chunk(2, dim=1), ids.unbind(1)
+            return self.head(torch.tanh(self.embed(left) * self.embed(right))) + self.head(self.embed(first))[:, None]
+
+    return Case(Model(), tokens(6, 33))
+
+
 CASES = [
     tied_across_break, graph_breaks, frozen, lora, used_twice_and_never, uneven, containers,
     attention, decoder, channels_last, transposed_parameter, mixed_dtypes, weight_norm, spectral_norm, shared_module,
     root_parameters, returned_parameters, regularizer_outside, padding_idx, embedding_bag, counting_buffers,
     twice_before_backward, unused_output, gradient_of_input, matmul_of_two_parameters,
-    double_tied_names, swapped_in,
+    double_tied_names, swapped_in, parts_of_ids,
 ]  # fmt: skip
 
 

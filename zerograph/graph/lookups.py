@@ -38,8 +38,10 @@ def last_of_range(index: Any) -> int | None:
 
 def _keeps_all(view: fx.Node) -> bool:
     """Whether ``view`` looks at everything, once or more often."""
-    source: Any = view.args[0]
-    before, after = (prod(map(traced_size, node.meta["val"].shape)) for node in (source, view))
+    values = [node.meta["val"] for node in (*view.all_input_nodes[:1], view)]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False  # one of several parts
+    before, after = (prod(map(traced_size, value.shape)) for value in values)
     return view.target is aten.expand.default or before == after
 
 
