@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.sharding import module_classes
@@ -21,9 +22,9 @@ def spec(name: str, dtype: torch.dtype = torch.float32) -> ShardSpec:
     return ShardSpec(name, "", dtype, dtype, False, follows=dtype is torch.float32)  # that of parameters here
 
 
-def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
+def linear(dtype: torch.dtype = torch.float32, kind: Callable[[int, int], nn.Linear] = nn.Linear) -> nn.Linear:
     """As one rank holds it: parameters whole, computed with in ``dtype``."""
-    module = nn.Linear(3, 2)
+    module = kind(3, 2)
     for name, param in list(module._parameters.items()):
         assert param is not None
         present(module, name, param, spec(f"up.{name}", dtype))
@@ -93,6 +94,30 @@ def test_copies_are_of_the_same_class(copied: Callable[[nn.Linear], nn.Linear]) 
     assert torch.equal(other.weight, module.weight) and other.weight is not module.weight
     x = torch.ones(1, 3)
     assert torch.equal(other(x), module(x))
+
+
+def test_copies_of_parametrized_modules_are_of_the_same_class() -> None:
+    """torch's classes of these have a ``__deepcopy__`` that asks for another instance of its class."""
+    module = linear(kind=lambda *sizes: parametrizations.spectral_norm(nn.Linear(*sizes), "bias"))
+    other = copy.deepcopy(module)
+    assert type(other) is type(module) and other._zg_specs == module._zg_specs and "weight" in other._zg_specs
+    assert torch.equal(other.weight, module.weight) and other.weight is not module.weight
+    with torch.no_grad():
+        other.weight.zero_()
+    assert module.weight.any() and module(torch.ones(1, 3)).shape == (1, 2)
+
+
+class Narrow(nn.Linear):
+    """As metrics of torchmetrics and old modules: the second argument is another one."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], excluded: Sequence[str] = "") -> Narrow:
+        assert "weight" not in excluded
+        return super()._apply(fn)
+
+
+def test_modules_convert_themselves_in_their_own_way() -> None:
+    module = nn.Sequential(linear(kind=Narrow))
+    assert module.to(torch.bfloat16)[0].weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("computes", [torch.float32, torch.float16])

@@ -89,7 +89,8 @@ class ShardedModule:
         # Out of torch's sight meanwhile: it would replace these parameters, or refuse to.
         outward = {name: params.pop(name) for name in self._zg_specs}
         try:
-            super()._apply(fn, recurse)  # type: ignore[misc]
+            # Classes that override it (torchmetrics) may take other arguments behind the first.
+            super()._apply(fn, **({} if recurse else {"recurse": False}))  # type: ignore[misc]
         finally:
             # Also when `fn` fails, and in the old order, which state dicts and optimizers go by.
             everything = params | outward
@@ -136,6 +137,23 @@ class ShardedModule:
         super().__setstate__(state)  # type: ignore[misc]
         for name in self._zg_specs:
             move_to_one_mesh(self._parameters[name])  # type: ignore[attr-defined]
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """The copy that a class of the user's, or torch's parametrized ones, makes in its own way: it asks for another
+    instance of its class, which a generated one does not give."""
+    self._zg_settle()
+    cls, base = type(self), self._zg_base
+    self.__class__ = base
+    try:
+        copied = base.__deepcopy__(self, memo)
+    finally:
+        self.__class__ = cls
+    if type(copied) is base and copied.__dict__.get("_zg_specs") == self.__dict__.get("_zg_specs"):
+        copied.__class__ = cls
+        for name in copied._zg_specs:
+            move_to_one_mesh(copied._parameters[name])
+    return copied
 
 
 def _refusal(name: str, done: str) -> ShardingError:
@@ -305,6 +323,8 @@ def sharded_class(
         )
     if _has_forward(base):
         members["forward"] = counting(base)
+    if hasattr(base, "__deepcopy__"):
+        members["__deepcopy__"] = _deepcopy
     members |= explained_methods(base)
     members |= {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     try:
