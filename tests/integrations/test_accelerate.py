@@ -252,12 +252,23 @@ def test_axes_that_cannot_be_are_refused_and_the_others_named() -> None:
     run(2, _axes_refused)
 
 
+class Generating(torch.nn.Sequential):
+    """With a ``generate`` of its own, as models outside of transformers have it."""
+
+    def generate(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+
 def _sequential() -> list[bool]:
     quiet()
     backend = zerograph.backend(stage=3, compute="eager")
     accelerator = Accelerator(backend=backend, cpu=True)
     model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
     accelerator.backward(model(torch.ones(3, 4)).sum())
+    own = accelerator.prepare(Generating(torch.nn.Linear(4, 4)))
+    assert own.generate(torch.ones(4), 2).shape == (4,)
     return [bool(backend.program), all(p.grad.to_local().shape[0] * 2 == p.shape[0] for p in model.parameters())]
 
 

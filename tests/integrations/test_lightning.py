@@ -15,12 +15,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 import zerograph
-from zerograph.core.errors import CheckpointError, ConfigError
+from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 
 lightning = pytest.importorskip("lightning", reason="the optional extra lightning is not installed")
 
 from integrations.small import close, generated, llama, plain, quiet, texts, unsharded  # noqa: E402
 from lightning.fabric.plugins.environments import TorchElasticEnvironment  # noqa: E402
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging  # noqa: E402
 
 from zerograph.integrations.lightning import ZeroGraphFabricStrategy, ZeroGraphStrategy  # noqa: E402
 
@@ -164,7 +165,9 @@ class Language(lightning.LightningModule):
             self.held += unsharded(self, optimizer)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        params = list(self.parameters())  # in groups, whose order is not the model's
+        groups = [{"params": [p for p in params if (p.ndim > 1) is matrix]} for matrix in (True, False)]
+        return torch.optim.AdamW([groups[0] | {"weight_decay": 0.1}, groups[1] | {"weight_decay": 0.0}], lr=1e-2)
 
 
 def fit(path: str, stage: int | None, steps: int, resume: str | None = None, rows: int = 0, **options: Any) -> Language:
@@ -240,7 +243,7 @@ def _resumed(path: str) -> dict[str, Tensor]:
     return plain(fit("", 3, 4, resume=path).state_dict())
 
 
-@pytest.mark.parametrize(("name", "world"), [("file", 1), ("folder", 1)])
+@pytest.mark.parametrize(("name", "world"), [("file", 1), ("folder", 1), ("ddp", 1)])
 def test_trainer_resumes_at_another_world_size(trainer: Any, name: str, world: int) -> None:
     """Lightning starts the epoch again, whose batches are the same on any number of ranks: so does its DDP."""
     path, ranks = trainer
@@ -258,6 +261,10 @@ def _refused(path: str) -> None:
         ours.fabric.save(path, {"optimizer": ours.optimizer})
     with pytest.raises(CheckpointError, match="no checkpoint"):
         ours.fabric.load(f"{path}/nothing", {"model": ours.model})
+    for callback in (StochasticWeightAveraging(1e-2), EMAWeightAveraging()):
+        averaging = lightning.Trainer(**common(ZeroGraphStrategy(backend(3))), callbacks=[callback], logger=False)
+        with pytest.raises(UnsupportedError, match=f"{type(callback).__name__} copies the model"):
+            averaging.fit(Language(), loader())
 
 
 def test_what_cannot_be_saved_or_loaded_is_reported(tmp_path: Path) -> None:

@@ -234,9 +234,19 @@ class Reads(Trainer):
         return (found.loss, found) if return_outputs else found.loss
 
 
+class Steps(Trainer):
+    """Reads logits in a step of its own."""
+
+    def training_step(self, model: Any, inputs: Any, *_: Any) -> Any:
+        loss, found = self.compute_loss(model, inputs, return_outputs=True)
+        assert found.logits is not None
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
 def _one_after_another(path: str) -> None:
     backend = zerograph.backend(stage=3, compute="eager")
-    for kind in (Trainer, Reads):
+    for kind in (Trainer, Reads, Steps):
         own = {"args": arguments(path, eval_strategy="no", max_steps=1), "train_dataset": texts(64)}
         found = kind(model=llama(), **own, backend=backend)
         found.train()
@@ -248,6 +258,41 @@ def _one_after_another(path: str) -> None:
 
 def test_another_trainer_with_that_backend_may_read_logits(tmp_path: Path) -> None:
     run(1, _one_after_another, str(tmp_path))
+
+
+def _own_optimizer(path: str) -> list[Logs]:
+    """Trained by an optimizer that was made before the model was sharded, under DDP and here."""
+    quiet()
+    logs, backend = [], zerograph.backend(stage=3, compute="eager")
+    for kind, more in ((transformers.Trainer, {}), (Trainer, {"backend": backend})):
+        model, args = llama(), arguments(path, eval_strategy="no")
+        own = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        made = kind(model=model, args=args, train_dataset=texts(64), optimizers=(own, None), **more)
+        made.train()
+        logs.append(made.state.log_history)
+    return logs
+
+
+def test_a_trainer_takes_an_optimizer(tmp_path: Path) -> None:
+    for theirs, ours in run(2, _own_optimizer, str(tmp_path)):
+        same_curve(ours, theirs)
+
+
+def _trials(path: str) -> None:
+    """As a search of hyperparameters does: an accelerator and a model for each trial."""
+    quiet()
+    args = arguments(path, eval_strategy="no", max_steps=1)
+    made = Trainer(model_init=llama, args=args, train_dataset=texts(64), backend=zerograph.backend(compute="eager"))
+    made.train()
+    first = zerograph.backend_of(made.model)
+    made.create_accelerator_and_postprocess()
+    made.train()
+    second = zerograph.backend_of(made.model)
+    assert second is not first and first.config.loss_only and second.config.loss_only
+
+
+def test_models_of_a_search_have_a_backend_each(tmp_path: Path) -> None:
+    run(1, _trials, str(tmp_path))
 
 
 def _refused(path: str) -> None:

@@ -64,6 +64,13 @@ def test_norms_in_one_process(dtype: torch.dtype) -> None:
     close(zerograph.norms(torch.compile(model)), expected(model, 2.0))
 
 
+def test_integers_have_norms_too() -> None:
+    """Quantized weights that are frozen."""
+    model = nn.Linear(2, 2)
+    model.codes = nn.Parameter(torch.tensor([3, 4], dtype=torch.uint8), requires_grad=False)
+    assert zerograph.norms(model).weights["codes"] == 5
+
+
 def test_what_is_not_finite_shows() -> None:
     model = nn.Linear(2, 2)
     model.weight.data[0, 0], model.bias.data[0] = math.nan, math.inf

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -140,13 +141,17 @@ def generate_in_step(model: nn.Module) -> None:
     its cache has another length for every token."""
     generating = [module for module in model.modules() if hasattr(type(module), "generate")]
     if generating:
+        # PEFT's passes all arguments on to transformers' inside of it; a user's own may know none of these.
+        outer, *_ = arguments = [inspect.signature(type(module).generate).parameters for module in generating]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in outer.values())
+        goes_on = any("synced_gpus" in each for each in (arguments if takes_any else [outer]))
         # Not a bound method: a copy of the model then has one of itself.
-        model.__dict__["generate"] = functools.partial(_generate, generating[0])
+        model.__dict__["generate"] = functools.partial(_generate, generating[0], goes_on)
 
 
-def _generate(module: Any, *args: Any, **options: Any) -> Any:
+def _generate(module: Any, goes_on: bool, *args: Any, **options: Any) -> Any:
     # Its own default asks for a mark of FSDP's, at which Dynamo breaks graphs.
-    if options.get("synced_gpus") is None:
+    if goes_on and options.get("synced_gpus") is None:
         options["synced_gpus"] = dist.is_initialized() and dist.get_world_size() > 1
     with torch.compiler.set_stance("force_eager"):
         return type(module).generate(module, *args, **options)

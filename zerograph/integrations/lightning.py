@@ -19,7 +19,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.load import _METADATA_FILENAME, _move_state_into
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelParallel
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -194,9 +194,10 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
     def setup(self, trainer: Any) -> None:
         """As other strategies: the model goes to its device, is sharded, and optimizers are made."""
         assert self.accelerator is not None
-        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+        averages = (StochasticWeightAveraging, WeightAveraging)
+        for callback in (callback for callback in trainer.callbacks if isinstance(callback, averages)):
             raise UnsupportedError(
-                "StochasticWeightAveraging copies the model while it is plain, and cannot average sharded parameters",
+                f"{type(callback).__name__} copies the model while it is plain, and cannot average sharded parameters",
                 "update a torch.optim.swa_utils.AveragedModel in a callback of your own (docs/guide/parameters.md)",
             )
         self.accelerator.setup(trainer)
@@ -222,13 +223,25 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
         rest = _read(path, state, weights_only)
         if path.is_file():  # as Lightning writes files: optimizers in a list, parameters by number
             by_name = [
-                FullyShardedDataParallel.rekey_optim_state_dict(o, OptimStateKeyType.PARAM_NAME, module)
-                for o in rest.pop("optimizer_states", [])
+                _by_name(states, optimizer, module)
+                for states, optimizer in zip(rest.pop("optimizer_states", []), self.optimizers, strict=True)
             ]
             rest |= {f"optimizer_{i}": states for i, states in enumerate(by_name)}
         tensors = {key: rest.pop(key) for key in state}
         _restore(state, tensors, full=path.is_file(), strict=module.strict_loading)
         return rest
+
+
+def _by_name(states: State, optimizer: Optimizer, module: nn.Module) -> State:
+    """The states of ``optimizer`` from a file of Lightning, by names of parameters.
+
+    DDP and single devices number parameters as the optimizer has them, one after another; ModelParallelStrategy and
+    this one as the model has them.
+    """
+    numbers = [number for group in states["param_groups"] for number in group["params"]]
+    as_optimizer = numbers == list(range(len(numbers))) and list(states["state"]) == sorted(states["state"])
+    own = {"optim": optimizer} if as_optimizer else {}
+    return FullyShardedDataParallel.rekey_optim_state_dict(states, OptimStateKeyType.PARAM_NAME, module, **own)  # type: ignore[no-any-return]
 
 
 class _BackwardSync(_BackwardSyncControl):

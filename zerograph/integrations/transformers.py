@@ -47,11 +47,22 @@ class ShardedTrainer(_Mixed):
     @property
     def _reads_loss_only(self) -> bool:
         """Whether nobody reads what the model returns in training beside its loss."""
-        own = type(self).compute_loss is transformers.Trainer.compute_loss and self.compute_loss_func is None
-        return own and not self.label_smoother
+        own, plain = type(self), transformers.Trainer
+        returns_loss = own.compute_loss is plain.compute_loss and own.training_step is plain.training_step
+        return returns_loss and self.compute_loss_func is None and not self.label_smoother
+
+    def _validate_args(self) -> None:
+        """Without the refusal of an optimizer that was made before sharding, which FSDP leaves behind."""
+        self.is_fsdp_enabled = False
+        try:
+            super()._validate_args()
+        finally:
+            self.is_fsdp_enabled = True
 
     def create_accelerator_and_postprocess(self) -> None:
         _refuse(self.args, self._sharded_files)
+        if hasattr(self, "accelerator"):  # a search of hyperparameters: a backend holds the model that it was given
+            self._backend = copy.copy(self._backend)
         super().create_accelerator_and_postprocess()
         Accelerator.of(self.accelerator, self._backend, self._state_dict_type)
         self.is_fsdp_enabled = True  # Trainer then loads after sharding, and saves with Accelerate's functions

@@ -89,10 +89,15 @@ def _powers(params: Sequence[Tensor], p: float) -> Tensor:
     found = torch.zeros(2, len(params), dtype=torch.float64)
     both: tuple[list[Tensor | None], ...] = (list(params), [param.grad for param in params])
     for row, tensors in zip(found, both, strict=True):
-        present = {i: local_tensor(t.detach()) for i, t in enumerate(tensors) if t is not None}
+        present = {i: _as_floats(local_tensor(t.detach())) for i, t in enumerate(tensors) if t is not None}
         if present:
             row[list(present)] = power_sums(list(present.values()), p).to(row)
     return found
+
+
+def _as_floats(tensor: Tensor) -> Tensor:
+    """Quantized weights that are frozen may be integers."""
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.float()
 
 
 def _over_ranks(kinds: Mapping[Groups, Sequence[Tensor]], p: float) -> list[Tensor]:
