@@ -49,6 +49,8 @@ def main() -> None:
     config = Config(layers=layers, heads=width // 64, width=width, context=LENGTH)
     # In memory one process gathers nothing, so that its segments are others: Inductor then rounds in other places.
     compute = "eager" if args.compare else "inductor"
+    if args.compare:
+        torch.set_num_threads(1)  # two threads of torch's own operators differ in the last bit from run to run
     off = {"offload": "parameters", "tier": "nvme", "path": args.directory}
     losses = train(config, args.steps, args.batch, zerograph.backend(stage=3, compute=compute, **off))
     if args.compare:

@@ -174,5 +174,5 @@ def _compare(frame: str, who: str, theirs: list[str], me: str, mine: list[str]) 
         f"{frame}: {who} and {me} would run different collectives "
         f"({len(theirs)} against {len(mine)}, {len(differing)} differ)\n" + "\n".join(shown),
         "every rank must use the same parameters in the same order: make control flow in forward the same on all "
-        f"ranks, or: {ROUTES}",
+        f"ranks, or: {ROUTES}. With token_tiles, give all ranks as many tokens",
     )
