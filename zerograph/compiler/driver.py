@@ -65,7 +65,7 @@ def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], plann
     rows, exchanging = _checked(frame, gm, inputs)
     with without_gc():
         entry = FrameFile.of(planner, frame, gm, rows)
-        with made.segments.kernels_in_background(made.device):
+        with made.segments.kernels_in_background():
             compiled = entry.load(frame)
             if compiled is None:
                 with entry.noting(), explaining_mixtures(gm, inputs):

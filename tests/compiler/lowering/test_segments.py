@@ -75,12 +75,32 @@ def test_what_was_compiled_in_a_block_that_failed_is_forgotten() -> None:
         get(cache, aten.cos.default)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), cache.kernels_in_background(CPU):
+    with pytest.raises(ZeroDivisionError), cache.kernels_in_background():
         fails()
     assert len(cache.callables) == 1
-    with cache.kernels_in_background(CPU):
+    with cache.kernels_in_background():
         get(cache, aten.cos.default)
     assert len(cache.callables) == 2
+
+
+def test_settings_of_torch_have_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread more writes other kernels, and atomic additions are none that is deterministic."""
+    compiled: list[object] = []
+    monkeypatch.setattr(segments, "compile_segment", lambda gm: compiled.append(gm) or len(compiled))
+    cache, made = SegmentCache("inductor"), body(aten.sin.default)
+
+    def frame() -> object:
+        with cache.kernels_in_background():
+            return cache.get(made, made.digest())
+
+    assert [frame(), frame()] == [1, 1]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert [frame(), frame()] == [2, 2]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with inductor_config.patch({"fallback_random": True}):
+        assert frame() == 3
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import fx
 from zerograph.compiler.lowering.segment_graph import Body
 from zerograph.compiler.lowering.torch_private import (
     compile_segment,
+    kernel_settings,
     kernels_in_background,
     loaded_segment,
     prepare_kernels,
@@ -36,6 +37,7 @@ class SegmentCache:
     callables: dict[str, Callee] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)  # kept alive: digests know them by identity
     of_this_process: set[str] = field(default_factory=set)  # digests that hold such an identity
+    settings: tuple[object, ...] = ()  # torch's, by which these were compiled
     requested: int = 0
     seconds: float = 0.0
     preparing: bool = False
@@ -93,11 +95,14 @@ class SegmentCache:
         self.preparing = False
 
     @contextmanager
-    def kernels_in_background(self, device: torch.device) -> Iterator[None]:
-        """Inside, a CPU's kernels are compiled beside what goes on here; the end waits for them."""
+    def kernels_in_background(self) -> Iterator[None]:
+        """Inside, kernels are compiled beside what goes on here; the end waits for them."""
+        settings = kernel_settings() if self.compute == "inductor" else ()
+        if settings != self.settings:  # which digests do not hold: kernels for others would be taken for these
+            self.settings, self.callables = settings, {}
         before = dict(self.callables)
         try:
-            with kernels_in_background() if device.type == "cpu" else nullcontext():
+            with kernels_in_background() if self.compute == "inductor" else nullcontext():
                 yield
         except BaseException:
             self.callables = before  # the others may still lack kernels

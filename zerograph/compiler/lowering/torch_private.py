@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import SymInt, fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
@@ -31,6 +32,7 @@ from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.runtime_utils import cache_dir
+from torch._inductor.triton_bundler import TritonBundler
 from torch._inductor.utils import BoxedBool
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._filelock import FileLock
@@ -87,31 +89,60 @@ def loaded_segment(stored: Any) -> Callable[[list[Any]], Sequence[Any]]:
 # Kernels
 
 
+def kernel_settings() -> tuple[object, ...]:
+    """All settings by which Inductor writes kernels. Its own have no public digest. Seen in 2.11, 2.13."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        inductor_config.get_hash(),  # type: ignore[attr-defined]
+    )
+
+
 @contextmanager
 def kernels_in_background() -> Iterator[None]:
-    """Patch Inductor so that its C++ compilers work beside what goes on inside; the end waits for them.
+    """Patch Inductor so that its compilers work beside what goes on inside; the end waits for them.
 
     By itself Inductor waits for the kernels of each graph, and has no setting for it: the modules that it generates
     call ``AsyncCompile.wait`` with their globals, which hold what is to come. Segments are many small graphs, of which
-    none is needed before all exist, and several kernels are compiled as one. Only for CPUs: Triton's kernels are put
-    into Inductor's cache with their graph, and tuned. Seen in 2.11, 2.13.
+    none is needed before all exist, and several C++ kernels are compiled as one. Inductor keeps binaries of Triton with
+    their graph: they are given to it at the end. Entries of its own cache, which it writes before, are without them,
+    and find them in Triton's. Seen in 2.13.
     """
-    waiting = list[tuple[AsyncCompile, dict[str, Any]]]()
+    waits, of_graphs = list[_Wait](), list[tuple[CompiledFxGraph, list[_Wait]]]()
     wait = AsyncCompile.wait
     groups = _KernelGroups(AsyncCompile.submit)
+
+    def end_of_graph(graph: CompiledFxGraph, _: object) -> None:
+        of_graphs.append((graph, waits.copy()))
+        waits.clear()
+
     # Kernels that are asked for inside only queue up; nothing calls one before the end.
     with (
-        patch.object(AsyncCompile, "wait", lambda compiler, scope: waiting.append((compiler, scope))),
+        patch.object(AsyncCompile, "wait", lambda compiler, scope: waits.append((compiler, scope))),
         patch.object(AsyncCompile, "submit", groups.submit),
+        patch.object(CompiledFxGraph, "set_triton_bundle", end_of_graph),
     ):
         try:
             yield
         finally:
             groups.begin()
     # Not after an error: the segments that lack kernels are forgotten (SegmentCache.kernels_in_background).
-    for compiler, scope in waiting:
+    for graph, own in of_graphs:
+        TritonBundler.begin_compile()
+        try:
+            for compiler, scope in own:
+                wait(compiler, scope)
+            graph.set_triton_bundle(TritonBundler.collect()[0])
+        finally:
+            TritonBundler.end_compile()
+    for compiler, scope in waits:  # of graphs that were loaded
         wait(compiler, scope)
 
+
+_Wait = tuple[AsyncCompile, dict[str, Any]]
+"""What a generated module waits by, and its globals."""
 
 _KERNELS_AT_ONCE = 8
 """An empty source takes 0.4 s of CPU, and each kernel in it 0.1: more at once would save little and begin late."""

@@ -1,0 +1,61 @@
+"""When kernels for a GPU are submitted and waited for: `python background.py MODEL HOW`, in a process with the shim
+loaded, where HOW is "background" or, as Inductor does by itself, "waiting".
+
+The last line that is written is JSON: the seconds that it took, the order of submissions and waits, and how many
+binaries each graph with kernels of Triton keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import pretend
+import segments
+import torch
+from torch._inductor.async_compile import AsyncCompile
+
+from zerograph.compiler.lowering.torch_private import kernels_in_background
+
+
+def main(name: str, how: str) -> dict[str, Any]:
+    pretend.pretend((8, 0))
+    from zerograph.compiler.lowering import segments as lowering
+    from zerograph.dryrun.compile_only import compile_only
+
+    os.environ.pop("LD_PRELOAD", None)  # with which each ptxas loads torch, which takes longer than what it assembles
+    events, graphs = list[str](), list[Any]()
+    triton, wait, compiled = AsyncCompile.triton, AsyncCompile._wait_futures, lowering.compile_segment
+
+    def submitted(self: AsyncCompile, *args: Any, **kwargs: Any) -> Any:
+        events.append("submit")
+        return triton(self, *args, **kwargs)
+
+    def waited(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        events.append("wait")
+        wait(self, scope)
+
+    def kept(gm: torch.fx.GraphModule) -> Any:
+        graphs.append(compiled(gm))
+        return graphs[-1]
+
+    AsyncCompile.triton, AsyncCompile._wait_futures = submitted, waited  # type: ignore[method-assign]
+    lowering.compile_segment = kept
+    AsyncCompile.wait_pool_ready()
+    begin = time.perf_counter()
+    with kernels_in_background() if how == "background" else contextlib.nullcontext():
+        compile_only(
+            lambda: (segments.MODELS[name](), segments.batch(name)), world_size=4, device="cuda:0",
+            dtype=torch.bfloat16, bucket_size="1MB", stage=3, compute="inductor",
+        )  # fmt: skip
+    seconds = time.perf_counter() - begin
+    binaries = [len(graph._triton_bundle.kernel_artifacts) for graph in graphs if ".run(" in graph.source_code]
+    return {"seconds": seconds, "events": events, "binaries": binaries}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))
