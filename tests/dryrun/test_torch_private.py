@@ -52,19 +52,6 @@ def test_a_backend_ends_the_call() -> None:
         torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)(torch.ones(2))
 
 
-def test_a_size_that_stays_open() -> None:
-    shapes: list[torch.Size] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        shapes.extend(n.meta["example_value"].shape for n in gm.graph.nodes if n.target == "sin")
-        return gm
-
-    x = torch.ones(3, 4)
-    torch_private.leave_open(x, 0)
-    torch.compile(lambda x: x.sin(), backend=backend)(x)
-    assert isinstance(shapes[0][0], torch.SymInt) and shapes[0][1] == 4
-
-
 def test_simulated_ranks() -> None:
     torch_private.simulate_group(3, 4096)
     try:

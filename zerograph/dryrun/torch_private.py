@@ -7,10 +7,7 @@ which pass on 2.14 too.
 
 from __future__ import annotations
 
-import torch
-import torch._dynamo
 import torch.distributed as dist
-from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, TorchRuntimeError, Unsupported, UserError
 from torch._subclasses import fake_tensor
 
@@ -45,12 +42,6 @@ def breaks_graph(error: Exception) -> bool:
     """Whether ``error`` tells of a graph break, and not of an exception of the traced code, which Dynamo reports as a
     break of that name. Seen in 2.11, 2.13."""
     return isinstance(error, UserError) or (isinstance(error, Unsupported) and error.gb_type != "Observed exception")
-
-
-def leave_open(tensor: Tensor, dim: int) -> None:
-    """Let Dynamo leave that size of ``tensor`` open where it can. ``mark_dynamic`` fails where it cannot;
-    ``torch.compiler`` has neither. Seen in 2.11, 2.13."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def simulate_group(rank: int, world_size: int) -> None:
