@@ -40,7 +40,6 @@ def test_each_structure_is_compiled_once() -> None:
     other = get(cache, aten.neg.default, aten.sin.default)
     assert first is again is not other
     assert (cache.requested, len(cache.callables)) == (3, 2)
-    assert cache.seconds > 0
 
 
 def plus(constant: torch.Tensor) -> Body:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ Callee = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(slots=True)
 class SegmentCache:
-    """Compiled segments of one backend, by structural digest, with what compiling them cost."""
+    """Compiled segments of one backend, by structural digest."""
 
     compute: str
     callables: dict[str, Callee] = field(default_factory=dict)
@@ -39,7 +38,6 @@ class SegmentCache:
     of_this_process: set[str] = field(default_factory=set)  # digests that hold such an identity
     settings: tuple[object, ...] = ()  # torch's, by which these were compiled
     requested: int = 0
-    seconds: float = 0.0
     preparing: bool = False
 
     def prepare(self, device: torch.device) -> None:
@@ -59,12 +57,10 @@ class SegmentCache:
         self.requested += 1
         found = self.callables.get(digest)
         if found is None:
-            start = time.perf_counter()
             gm = body.module()
             if self.preparing:
                 self._await_preparation()
             found = compile_segment(gm) if self.compute == "inductor" else interpret(gm)
-            self.seconds += time.perf_counter() - start
             self.callables[digest] = found
             # A freed object's id may be given to another one, whose segment would then pass for this one.
             if known := body.known_by_identity():
