@@ -9,33 +9,41 @@ are never dispatched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _LIB = torch.library.Library("zg", "DEF")
+
+
+def _operator(schema: str) -> Any:
+    _LIB.define(schema)
+    return getattr(torch.ops.zg, schema.partition("(")[0]).default
+
+
 # The device of the result, where it is another one than the argument's: shards may live on the host.
 _SPEC = "str name, str group, ScalarType dtype, ScalarType reduce_dtype, bool sharded, Device? device=None"
-_LIB.define(f"unshard(Tensor shard, int[] shape, {_SPEC}) -> Tensor")
-_LIB.define(f"reduce_grad(Tensor grad, int[] shard_shape, ScalarType shard_dtype, {_SPEC}) -> Tensor")
+UNSHARD = _operator(f"unshard(Tensor shard, int[] shape, {_SPEC}) -> Tensor")
+REDUCE_GRAD = _operator(f"reduce_grad(Tensor grad, int[] shard_shape, ScalarType shard_dtype, {_SPEC}) -> Tensor")
 # Those that move a bucket may move a tile of it.
-_LIB.define("gather(Tensor[] shards, int bucket, int tile=0) -> Tensor")
-_LIB.define("wait_gather(Tensor pending, Tensor[] shards, int bucket, int tile=0) -> Tensor[]")
-_LIB.define("free(Tensor[] gathered, int bucket, int tile=0) -> ()")
-_LIB.define("fetch(Tensor[] shards, int bucket, int tile=0) -> Tensor")
-_LIB.define("wait_fetch(Tensor pending, Tensor[] shards, int bucket, int tile=0) -> Tensor[]")
-_LIB.define("reduce(Tensor[] grads, int bucket, int tile=0) -> Tensor")
-_LIB.define("wait_reduce(Tensor pending, Tensor[] grads, int bucket, int tile=0) -> Tensor[]")
-_LIB.define("spill(Tensor[] grads, int bucket, Tensor? into=None) -> Tensor[]")
-_LIB.define("spill_saved(Tensor[] saved) -> Tensor[]")
-_LIB.define("fetch_saved(Tensor[] offloaded) -> Tensor")
-_LIB.define("wait_fetch_saved(Tensor pending, Tensor[] offloaded) -> Tensor[]")
+GATHER = _operator("gather(Tensor[] shards, int bucket, int tile=0) -> Tensor")
+WAIT_GATHER = _operator("wait_gather(Tensor pending, Tensor[] shards, int bucket, int tile=0) -> Tensor[]")
+FREE = _operator("free(Tensor[] gathered, int bucket, int tile=0) -> ()")
+FETCH = _operator("fetch(Tensor[] shards, int bucket, int tile=0) -> Tensor")
+WAIT_FETCH = _operator("wait_fetch(Tensor pending, Tensor[] shards, int bucket, int tile=0) -> Tensor[]")
+REDUCE = _operator("reduce(Tensor[] grads, int bucket, int tile=0) -> Tensor")
+WAIT_REDUCE = _operator("wait_reduce(Tensor pending, Tensor[] grads, int bucket, int tile=0) -> Tensor[]")
+SPILL = _operator("spill(Tensor[] grads, int bucket, Tensor? into=None) -> Tensor[]")
+SPILL_SAVED = _operator("spill_saved(Tensor[] saved) -> Tensor[]")
+FETCH_SAVED = _operator("fetch_saved(Tensor[] offloaded) -> Tensor")
+WAIT_FETCH_SAVED = _operator("wait_fetch_saved(Tensor pending, Tensor[] offloaded) -> Tensor[]")
 # Tiles: a part of a tensor, a tile put in its place, and one added, or the product of two, to the sum of those before.
-_LIB.define("view(Tensor(a) source, int dim, int begin, int end) -> Tensor(a)")
-_LIB.define("place(Tensor[] terms, Tensor? into, int[] shape, int dim, int begin) -> Tensor")
-_LIB.define("accumulate(Tensor[] terms, Tensor? into) -> Tensor")
+VIEW = _operator("view(Tensor(a) source, int dim, int begin, int end) -> Tensor(a)")
+PLACE = _operator("place(Tensor[] terms, Tensor? into, int[] shape, int dim, int begin) -> Tensor")
+ACCUMULATE = _operator("accumulate(Tensor[] terms, Tensor? into) -> Tensor")
 # The product with a number, in the memory of ``source`` where nobody else has that.
-_LIB.define("scale(Tensor source, Tensor by) -> Tensor")
+SCALE = _operator("scale(Tensor source, Tensor by) -> Tensor")
 
 
 def _unshard_fake(
@@ -69,29 +77,11 @@ def _save_shard(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _unshard_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    shard_grad = torch.ops.zg.reduce_grad(grad, ctx.shard_shape, ctx.shard_dtype, *ctx.spec, ctx.shard_device)
+    shard_grad = REDUCE_GRAD(grad, ctx.shard_shape, ctx.shard_dtype, *ctx.spec, ctx.shard_device)
     return (shard_grad, *[None] * 7)
 
 
 torch.library.register_autograd("zg::unshard", _unshard_backward, setup_context=_save_shard, lib=_LIB)
 
-
-UNSHARD = torch.ops.zg.unshard.default
-REDUCE_GRAD = torch.ops.zg.reduce_grad.default
-GATHER = torch.ops.zg.gather.default
-WAIT_GATHER = torch.ops.zg.wait_gather.default
-FREE = torch.ops.zg.free.default
-REDUCE = torch.ops.zg.reduce.default
-WAIT_REDUCE = torch.ops.zg.wait_reduce.default
-FETCH = torch.ops.zg.fetch.default
-WAIT_FETCH = torch.ops.zg.wait_fetch.default
-SPILL = torch.ops.zg.spill.default
-SPILL_SAVED = torch.ops.zg.spill_saved.default
-FETCH_SAVED = torch.ops.zg.fetch_saved.default
-WAIT_FETCH_SAVED = torch.ops.zg.wait_fetch_saved.default
-VIEW = torch.ops.zg.view.default
-PLACE = torch.ops.zg.place.default
-ACCUMULATE = torch.ops.zg.accumulate.default
-SCALE = torch.ops.zg.scale.default
 INSTRUCTIONS = frozenset({GATHER, WAIT_GATHER, FREE, REDUCE, WAIT_REDUCE, FETCH, WAIT_FETCH, SPILL})
 INSTRUCTIONS |= {SPILL_SAVED, FETCH_SAVED, WAIT_FETCH_SAVED, VIEW, PLACE, ACCUMULATE, SCALE}
