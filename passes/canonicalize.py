@@ -29,8 +29,6 @@ def canonicalize(gm: fx.GraphModule, plan: Plan | None = None) -> int:
     _stack_along_own_dimension(gm.graph)
     protect_outputs(gm.graph)
     gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
     return before - _count(gm.graph)
 
 

@@ -35,9 +35,6 @@ def fetch(gm: fx.GraphModule, plan: Plan) -> int:
     ]
     for gather in offloaded:
         _fetch(gm.graph, gather, plan.buckets[gather.args[1]])  # type: ignore[index]
-    if offloaded:
-        gm.graph.lint()
-        gm.recompile()
     return len(offloaded)
 
 

@@ -67,8 +67,6 @@ def gather(gm: fx.GraphModule, plan: Plan) -> int:
     _insert(gm.graph, intervals, plan)
     for marker in found:
         gm.graph.erase_node(marker.node)
-    gm.graph.lint()
-    gm.recompile()
     return len(intervals)
 
 

@@ -40,9 +40,6 @@ def hoist(pair: Pair, plan: Plan | None = None) -> int:
             before.append(node)
             moved += 1
         placed.add(node)
-    if moved:
-        forward.graph.lint()
-        forward.recompile()
     return moved
 
 

@@ -21,9 +21,6 @@ def localize(gm: fx.GraphModule, plan: Plan | None = None) -> int:
     local += [(m, m.node.meta["val"].dtype) for m in markers(gm.graph, REDUCE_GRAD) if not (m.group or m.sharded)]
     for marker, dtype in local:
         _become_cast(gm.graph, marker.node, marker.source, dtype)
-    if local:
-        gm.graph.lint()
-        gm.recompile()
     return len(local)
 
 

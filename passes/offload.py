@@ -43,9 +43,6 @@ def offload(pair: Pair, plan: Plan) -> int:
     if groups:
         _spill(pair, groups, tier_of)
         _fetch(pair.backward.graph, groups, tier_of, plan.fetch_ahead)
-        for gm in (pair.forward, pair.backward):
-            gm.graph.lint()
-            gm.recompile()
     return sum(len(tensors) for tensors, _ in groups.values())
 
 

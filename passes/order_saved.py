@@ -29,7 +29,6 @@ def order_saved(pair: Pair, plan: Plan | None = None) -> int:
     moved = sum(a is not b for a, b in zip(saved, ordered, strict=True))
     if moved:
         output.args = (tuple(returned[: pair.outputs] + ordered),)
-        pair.forward.recompile()
         _move_behind_tensors(pair.backward, len(saved))
     return moved
 
@@ -41,8 +40,6 @@ def _move_behind_tensors(backward: fx.GraphModule, saved: int) -> None:
     for node in filter(_is_opaque, inputs):
         last.append(node)
         last = node
-    backward.graph.lint()
-    backward.recompile()
 
 
 def _is_size(node: object) -> bool:

@@ -31,9 +31,6 @@ def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
         if starts[i] < i or place is head is not start.next:
             place.prepend(start)
             moved += 1
-    if moved:
-        gm.graph.lint()
-        gm.recompile()
     return moved
 
 

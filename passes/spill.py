@@ -28,9 +28,6 @@ def spill(gm: fx.GraphModule, plan: Plan) -> int:
         bucket: Bucket = plan.buckets[wait.args[2]]  # type: ignore[index]
         if bucket.placement.spilled != "device":
             moved += _spill(gm.graph, wait, bucket)
-    if moved:
-        gm.graph.lint()
-        gm.recompile()
     return moved
 
 

@@ -62,8 +62,6 @@ def tile(gm: fx.GraphModule, plan: Plan) -> int:
         inserted += _RowTiles(gm.graph, tiled[marker.name], marker).reduce()
     if read or reduced:
         gm.graph.eliminate_dead_code()
-        gm.graph.lint()
-        gm.recompile()
     return inserted
 
 

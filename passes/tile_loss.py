@@ -35,6 +35,4 @@ def tile_loss(gm: fx.GraphModule, plan: Plan) -> int:
         return 0
     tiles = write_tiles(gm.graph, region, plan.loss_tiles)
     gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
     return tiles

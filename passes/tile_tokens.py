@@ -41,6 +41,4 @@ def tile_tokens(gm: fx.GraphModule, plan: Plan) -> int:
             log.warning(what, product.meta["zg"].name, error)
     if tiles:
         gm.graph.eliminate_dead_code()
-        gm.graph.lint()
-        gm.recompile()
     return tiles

@@ -103,7 +103,8 @@ def pipeline_with(name: str, run: Callable[..., int]) -> tuple[Pass, ...]:
 
 
 def show(gm: fx.GraphModule) -> str:
-    """The graph without its inputs, one node a line: ``name = op(args)``."""
+    """The graph, which must be valid, without its inputs, one node a line: ``name = op(args)``."""
+    gm.graph.lint()
     lines = []
     for node in gm.graph.nodes:
         args = ", ".join(_show(a) for a in _args_shown(node))

@@ -38,7 +38,6 @@ from zerograph.compiler.torch_private import (
     as_when_called,
     ends_at_graph_break,
     keep_saved_tensors,
-    lazily_coded,
     never_constant_fold,
     split_by_minimum_cut,
     trace_and_split,
@@ -138,8 +137,6 @@ def _plan(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
 def to_program(frame: Frame, kind: Kind, gm: fx.GraphModule) -> tuple[Callee, ...]:
     """Make the frame's program of that kind; returns the callables of its segments."""
     start = time.perf_counter()
-    # Several passes follow, and each would otherwise write the graph's Python anew; nobody ever calls it.
-    gm = lazily_coded(gm)
     returned = returned_names(gm) if kind == "forward" else ()
     rewrite(frame, kind, gm, kind, "graph")
     made = frame.compilation

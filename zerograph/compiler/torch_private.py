@@ -246,14 +246,13 @@ def keep_saved_tensors() -> None:
         donated.clear()  # in place: several views of the metadata share the list
 
 
-def lazily_coded(root: Any, graph: fx.Graph | None = None) -> fx.GraphModule:
-    """``root`` (with another graph) as a module that generates its Python when it is called: never, if it is lowered.
+def lazily_coded(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module of ``graph`` that generates its Python when it is called: never, if it is lowered.
 
-    Inductor's own way. AOTAutograd's copy of the backward would be written anew after every pass, and a graph of
-    repeated layers, in which nodes share names, cannot be written. ``root`` is a graph's module, or with ``graph`` a
-    dict of what that reads. Seen in 2.11, 2.13.
+    Inductor's own way. A graph of repeated layers, in which nodes share names, cannot be written. ``root`` is another
+    graph's module, or a dict of what ``graph`` reads. Seen in 2.11, 2.13.
     """
-    return _LazyGraphModule.from_graphmodule(root) if graph is None else _LazyGraphModule(root, graph)
+    return _LazyGraphModule(root, graph)
 
 
 # Frames on disk

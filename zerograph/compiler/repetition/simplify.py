@@ -41,5 +41,6 @@ def _simplified_once(repeat: Repeat) -> fx.GraphModule:
     # Our passes that came before Inductor's on the whole graph, so that both graphs stay alike.
     for step in (step for step in PIPELINE if step.stage == "traced"):
         step.run(few, None)
+        few.graph.lint()
     simplify_joint(few)
     return repeat.all_layers()
