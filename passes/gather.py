@@ -36,6 +36,7 @@ from zerograph.graph.nodes import (
     positions,
     protect_outputs,
     transfer_of,
+    with_views,
 )
 from zerograph.graph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
 
@@ -89,10 +90,7 @@ def _sink_views(graph: fx.Graph, found: list[Marker]) -> None:
 
 def _consumers(marker: fx.Node) -> Iterator[fx.Node]:
     """The computing users of a marker, behind views."""
-    behind = [marker]
-    for node in behind:
-        behind += filter(is_view, node.users)
-        yield from (user for user in node.users if not is_view(user))
+    return (user for node in with_views(marker) for user in node.users if not is_view(user))
 
 
 def _unsharded_intervals(graph: fx.Graph, found: list[Marker], plan: Plan) -> list[_MarkedInterval]:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from zerograph.compiler.torch_private import ends_at_graph_break
+from zerograph.graph.descent import reached
 from zerograph.graph.nodes import output_of
 
 CompiledFunction = Callable[..., Any]
@@ -32,8 +33,8 @@ def return_loss_only(gm: fx.GraphModule) -> Callable[[CompiledFunction], Compile
     losses = [value for value in values if _rank(value) == 0]
     others = set[int]()
     if len(losses) == 1 and not ends_at_graph_break(gm):
-        behind = _ancestors(losses[0])
-        others = {i for i, value in enumerate(values) if _rank(value) >= 2 and value in behind}
+        made_of = set(reached(losses, lambda node: node.all_input_nodes))
+        others = {i for i, value in enumerate(values) if _rank(value) >= 2 and value in made_of}
     if not others:
         return lambda compiled: compiled
     kept = [i for i in range(len(values)) if i not in others]
@@ -50,16 +51,6 @@ def return_loss_only(gm: fx.GraphModule) -> Callable[[CompiledFunction], Compile
         return call
 
     return restored
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """The nodes that ``node`` was made of."""
-    found, queue = set[fx.Node](), [node]
-    while queue:
-        fresh = set(queue.pop().all_input_nodes) - found
-        found |= fresh
-        queue += fresh
-    return found
 
 
 def _rank(value: Any) -> int:

@@ -1,8 +1,20 @@
-"""Recursion over nodes on a stack of our own: graphs are deeper than Python's."""
+"""Search and recursion over nodes, on a stack of our own: graphs are deeper than Python's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import fx
+
+
+def reached(start: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """Yield the nodes of ``start``, and all nodes that ``onward`` leads to from them, each once, the nearest first."""
+    seen, waiting = set[fx.Node](), list(start)
+    for node in waiting:
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += onward(node)
 
 
 def descend(step: Callable[..., Iterator[tuple[object, ...]]], *args: object) -> None:

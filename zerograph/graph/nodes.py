@@ -15,7 +15,7 @@ from torch import fx
 from zerograph.core.errors import InvariantError
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Bucket, Param, ParamTile
-from zerograph.graph.descent import descend
+from zerograph.graph.descent import descend, reached
 from zerograph.graph.ops import ACCUMULATE, REDUCE_GRAD, UNSHARD, VIEW
 from zerograph.graph.torch_private import OpOverload
 
@@ -159,12 +159,8 @@ def markers(graph: fx.Graph, target: Any) -> list[Marker]:
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that are tagged as backward, and all nodes that depend on them."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        # What passes insert has no tag of its own.
-        if node.meta.get("partitioner_tag") == "is_backward" or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+    tagged = (node for node in graph.nodes if node.meta.get("partitioner_tag") == "is_backward")
+    return set(reached(tagged, lambda node: node.users))  # a node that a pass inserts has no tag of its own
 
 
 def is_view(node: fx.Node) -> bool:
@@ -216,13 +212,7 @@ def is_size(node: fx.Node) -> bool:
 
 def is_made_of(fits: Callable[[fx.Node], bool], node: fx.Node) -> bool:
     """Whether ``node`` and all that it is computed from are such as ``fits`` says."""
-    waiting, seen = [node], {node}
-    for one in waiting:
-        if not fits(one):
-            return False
-        waiting += [source for source in one.all_input_nodes if source not in seen]
-        seen.update(one.all_input_nodes)
-    return True
+    return all(map(fits, reached([node], lambda one: one.all_input_nodes)))
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -298,18 +288,16 @@ def protect_outputs(graph: fx.Graph) -> None:
     """Let the graph return copies of full parameters, which are freed, and of views of them."""
     output = output_of(graph)
     for marker in markers(graph, UNSHARD):
-        for node in _with_views(marker.node):
+        for node in with_views(marker.node):
             if output in node.users:
                 with graph.inserting_before(output):
                     copy = call(graph, aten.clone.default, (node,), node.meta["val"].clone(), node)
                 output.replace_input_with(node, copy)
 
 
-def _with_views(node: fx.Node) -> list[fx.Node]:
-    found = [node]
-    for node in found:
-        found += filter(is_view, node.users)
-    return found
+def with_views(node: fx.Node) -> Iterator[fx.Node]:
+    """``node``, and the views of it."""
+    return reached([node], lambda one: filter(is_view, one.users))
 
 
 def broken(node: fx.Node, what: str) -> InvariantError:

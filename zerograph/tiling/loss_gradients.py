@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.graph.descent import reached
 from zerograph.graph.nodes import aten, backward_nodes, is_view
 from zerograph.tiling.region import Region
 
@@ -39,7 +40,8 @@ def loss_gradients(graph: fx.Graph, region: Region) -> LossGradients | None:
     one number, or in another way than linearly."""
     scaled = _behind_tangents(graph)
     exits = [node for node in region.exits() if node in scaled]
-    nodes = _ahead(exits, backward_nodes(graph) | scaled)
+    within = backward_nodes(graph) | scaled
+    nodes = sorted(reached(exits, lambda node: filter(within.__contains__, node.all_input_nodes)))
     tangents = [node for node in nodes if node.op == "placeholder"]
     if len(tangents) != 1 or tangents[0].meta["val"].dim() or any(map(is_view, exits)):
         return None
@@ -51,22 +53,8 @@ def loss_gradients(graph: fx.Graph, region: Region) -> LossGradients | None:
 
 def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:
     """The gradients that the backward is given, and the nodes that depend on them."""
-    found = {node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")}
-    for node in graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _ahead(nodes: list[fx.Node], within: set[fx.Node]) -> list[fx.Node]:
-    """``nodes`` and what they depend on, as far as it is ``within``, in order."""
-    found, waiting = set[fx.Node](), list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node in within and node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return sorted(found)
+    given = (node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents"))
+    return set(reached(given, lambda node: node.users))
 
 
 def _is_linear(node: fx.Node, scaled: set[fx.Node]) -> bool:

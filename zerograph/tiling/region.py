@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zerograph.graph.attention import ATTENTION, is_random
-from zerograph.graph.descent import descend
+from zerograph.graph.descent import descend, reached
 from zerograph.graph.nodes import aten, is_made_of
 from zerograph.tiling.cuts import (
     PRODUCTS,
@@ -244,14 +244,12 @@ class Growth:
 
     def behind(self, last: fx.Node) -> set[fx.Node]:
         """The nodes that depend on the region, and stand in front of ``last``."""
-        inside, found = self.region.cuts, set[fx.Node]()
-        waiting = [user for node in inside for user in node.users]
-        while waiting:
-            node = waiting.pop()
-            if node not in found and node not in inside and node < last and self.counts(node):
-                found.add(node)
-                waiting += node.users
-        return found
+        inside = self.region.cuts
+
+        def onward(node: fx.Node) -> list[fx.Node]:
+            return [user for user in self._users(node) if user not in inside and user < last]
+
+        return set(reached(inside, onward)) - inside.keys()
 
 
 def memory_order(val: torch.Tensor) -> list[int] | None:
