@@ -60,7 +60,13 @@ def softmax(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
     return b.call(aten.sub.Tensor, grad, times(b, made, b.call(aten.sum.dim_IntList, grad, [1], True)))
 
 
-@pytest.mark.parametrize("scaled", [divided, chosen, softmax], ids=lambda f: f.__name__)
+def padded(b: Builder, made: fx.Node, tangent: fx.Node, *filled: float) -> fx.Node:
+    """As a slice of the logits has it in the backward, with zeros."""
+    part = times(b, b.call(aten.slice.Tensor, made, 1, 0, WORDS - 1), tangent)
+    return b.call(aten.constant_pad_nd.default, part, [0, 1], *filled)
+
+
+@pytest.mark.parametrize("scaled", [divided, chosen, softmax, padded], ids=lambda f: f.__name__)
 def test_what_losses_do_with_it_is_linear(scaled: Scaling) -> None:
     assert found_of(scaled)[0] is not None
 
@@ -87,12 +93,16 @@ def otherwise(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
     return times(b, made, b.call(aten.where.self, b.input("wanted", TOKENS, 1, dtype=torch.bool), tangent, one))
 
 
+def padded_with_ones(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
+    return padded(b, made, tangent, 1.0)
+
+
 def of_two(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
     other = times(b, made, b.input("tangents_2"))
     return b.call(aten.add.Tensor, times(b, made, tangent), other)
 
 
-@pytest.mark.parametrize("scaled", [squared, inverse, clamped, shifted, otherwise, of_two], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("scaled", [squared, inverse, clamped, shifted, otherwise, padded_with_ones, of_two])
 def test_what_is_not_linear_in_one_number_is_left(scaled: Scaling) -> None:
     assert found_of(scaled)[0] is None
 

@@ -11,13 +11,13 @@ import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from zerograph.graph.attention import ATTENTION, ATTENTION_BACKWARD, is_random
-from zerograph.graph.nodes import aten
+from zerograph.graph.nodes import aten, is_view
 from zerograph.graph.torch_private import OpOverload, named_arguments
 
 prims = torch.ops.prims
@@ -210,7 +210,15 @@ def sliced_dim(node: fx.Node) -> int:
 
 def is_zeros(node: Any) -> bool:
     """Whether ``node`` makes zeros."""
-    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
+    filled = isinstance(node, fx.Node) and node.target in _FILLED
+    return filled and bool(node.args[_FILLED[node.target]] == 0)
+
+
+def linear_in(node: fx.Node) -> Literal["each", "both", "first"] | None:
+    """In which of its first two arguments ``node`` is linear: in each, in both at once, in the first, or in none."""
+    if node.target is aten.constant_pad_nd.default and any(node.args[2:]):
+        return None  # pads with another number than zero
+    return "first" if is_view(node) else _LINEAR.get(node.target)
 
 
 def is_pointwise(target: Any) -> bool:
@@ -411,6 +419,14 @@ SEVERAL: Mapping[Any, tuple[int, str]] = {
     aten.unbind.int: (1, ""),
 }  # fmt: skip
 """Operators that make several tensors, along which dimensions, and what says that these stay."""
+_FILLED: Mapping[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0}
+"""Where operators that fill a tensor with one number are given it."""
+_LINEAR: Mapping[Any, Literal["each", "both", "first"]] = {
+    aten.mul.Tensor: "each", aten.mm.default: "each", aten.add.Tensor: "both", aten.sub.Tensor: "both",
+    **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default, aten.neg.default, aten.div.Tensor), "first"),
+    **dict.fromkeys((aten.div.Scalar, aten.mul.Scalar, aten.clone.default, aten._to_copy.default), "first"),
+    **dict.fromkeys((prims.convert_element_type.default, aten.gather.default, aten.constant_pad_nd.default), "first"),
+}  # fmt: skip
 _SELECTS: Mapping[Any, int] = {aten.select.int: 1, aten.select_scatter.default: 2}
 """Operators that take one place of a dimension, or write it, and where their arguments name the dimension."""
 _REDUCTIONS = SUMS | MEANS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.any.dims}

@@ -15,9 +15,8 @@ from torch import fx
 
 from zerograph.graph.descent import reached
 from zerograph.graph.nodes import aten, backward_nodes, is_view
+from zerograph.tiling.cuts import is_zeros, linear_in
 from zerograph.tiling.region import Region
-
-prims = torch.ops.prims
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,33 +65,12 @@ def _is_linear(node: fx.Node, scaled: set[fx.Node]) -> bool:
     places = [place for place, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg in scaled]
     if len(places) < sum(source in scaled for source in node.all_input_nodes):
         return False
-    if target in _OF_THE_FIRST or is_view(node):
-        return places == [0]
-    if target in _PRODUCTS:
-        return len(places) == 1
-    if target in _SUMS:
-        return places == [0, 1]
-    if target in _SCATTERS:
-        return places == [3] and _is_zero(node.args[0])
+    if (linear := linear_in(node)) is not None:
+        return len(places) == 1 if linear == "each" else places == ([0, 1] if linear == "both" else [0])
+    if target in (aten.scatter_add.default, aten.scatter.src):
+        return places == [3] and is_zeros(node.args[0])
     if target is aten.slice_scatter.default:
-        return places == [1] and _is_zero(node.args[0])
+        return places == [1] and is_zeros(node.args[0])
     if target is aten.where.self:
-        return all(place in places or _is_zero(node.args[place]) for place in (1, 2)) and 0 not in places
+        return all(place in places or is_zeros(node.args[place]) for place in (1, 2)) and 0 not in places
     return False
-
-
-def _is_zero(node: Any) -> bool:
-    filled = isinstance(node, fx.Node) and node.target in _FILLED
-    return filled and node.args[_FILLED[node.target]] == 0
-
-
-_OF_THE_FIRST = frozenset({
-    aten.sum.dim_IntList, aten.sum.default, aten.neg.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar,
-    aten.clone.default, aten.expand.default, prims.convert_element_type.default, aten._to_copy.default,
-    aten.gather.default, aten.constant_pad_nd.default,
-})  # fmt: skip
-_PRODUCTS = frozenset({aten.mul.Tensor, aten.mm.default})
-_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
-_SCATTERS = frozenset({aten.scatter_add.default, aten.scatter.src})
-_FILLED = {aten.full.default: 1, aten.scalar_tensor.default: 0}
-"""Where operators that fill a tensor with one number are given it."""

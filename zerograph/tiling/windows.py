@@ -12,13 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from zerograph.graph.nodes import aten, is_view
-from zerograph.tiling.cuts import SLICES, Cut, is_slice_of, is_zeros, sliced_dim
-
-prims = torch.ops.prims
+from zerograph.graph.nodes import aten
+from zerograph.tiling.cuts import SLICES, Cut, is_slice_of, is_zeros, linear_in, sliced_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +79,10 @@ def zero_outside(inside: Mapping[fx.Node, Cut | None]) -> set[fx.Node]:
         tokens, zero = inside[node], [isinstance(arg, fx.Node) and arg in found for arg in node.args]
         if tokens is not None and node.target is aten.slice_scatter.default:
             is_zero = is_zeros(node.args[0]) and (is_slice_of(node, tokens) or zero[1])
-        elif node.target in _LINEAR_IN_EACH:
+        elif (linear := linear_in(node)) == "each":
             is_zero = any(zero)
-        elif node.target in _LINEAR_IN_BOTH:
-            is_zero = all(zero)
         else:
-            is_zero = (is_view(node) or node.target in _LINEAR_IN_THE_FIRST) and zero[0]
+            is_zero = all(zero) if linear == "both" else linear == "first" and zero[0]
         if is_zero:
             found.add(node)
     return found
-
-
-_LINEAR_IN_EACH = frozenset({aten.mul.Tensor, aten.mm.default})
-_LINEAR_IN_BOTH = frozenset({aten.add.Tensor, aten.sub.Tensor})
-_LINEAR_IN_THE_FIRST = frozenset({
-    aten.clone.default, aten.neg.default, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.sum.dim_IntList,
-    aten.sum.default, aten._to_copy.default, prims.convert_element_type.default,
-})  # fmt: skip
