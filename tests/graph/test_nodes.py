@@ -40,6 +40,14 @@ def test_a_spec_begins_with_the_name(op: torch._ops.OpOverload) -> None:
     assert arguments[SPEC_AT[op] :] == ["name", "group", "dtype", "reduce_dtype", "sharded", "device"]
 
 
+def test_sizes_that_are_open_stay_open() -> None:
+    """A comparison of two symbols would make torch assume that they differ."""
+    gm = make_fx(lambda x, y: x.as_strided(y.shape, y.stride()), tracing_mode="symbolic")(torch.ones(6), torch.ones(5))
+    assumed = len(gm.shape_env.guards)
+    assert not any(map(nodes.is_identity_view, gm.graph.nodes))
+    assert len(gm.shape_env.guards) == assumed
+
+
 def test_views_and_those_that_change_nothing() -> None:
     b = Builder()
     x = b.input("x", 4, 6)

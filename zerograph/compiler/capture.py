@@ -33,7 +33,7 @@ from zerograph.graph.costs import (
 )
 from zerograph.graph.layers import module_of
 from zerograph.graph.lookups import last_of_range
-from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
+from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, left_as_it_is, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
@@ -114,7 +114,7 @@ class _StepNodes:
         self.sizes = describing_sizes(graph)
         self._same: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
-            source = _left_as_it_is(node)
+            source = left_as_it_is(node)
             if source is not None:
                 # Nodes are visited in order, so that a chain of such views already ends at its first source.
                 self._same[node] = self._same.get(source, source)
@@ -126,7 +126,7 @@ class _StepNodes:
         if node in self._same or node.op != "call_function" or not node.users or self.behind(node.all_input_nodes):
             return node in self._same
         # The base of a scatter that writes all of it: nobody reads what is in it.
-        return all(user in self._same and user.args[0] is node and _is_scatter(user) for user in node.users)
+        return all(left_as_it_is(user) not in (None, node) for user in node.users)
 
     def behind(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """``nodes`` as far as they are data, each once, and what they look at instead of views of all of it."""
@@ -137,30 +137,6 @@ class _StepNodes:
         while (owner := memory_owner(node)) in self._same:
             node = self._same[owner]
         return owner
-
-
-def _left_as_it_is(node: fx.Node) -> fx.Node | None:
-    """The tensor of which ``node`` is a view with its very shape and strides, or which it writes over all of another.
-
-    Sizes are compared as expressions: asking torch would make it assume what it answers.
-    """
-    scatters = _is_scatter(node)
-    source = node.args[1] if scatters else node.args[0] if is_view(node) else None
-    if not isinstance(source, fx.Node):
-        return None
-    before, after = source.meta.get("val"), node.meta.get("val")
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.dtype != after.dtype:
-        return None
-    same = _sizes(before.shape) == _sizes(after.shape)
-    return source if same and (scatters or _sizes(before.stride()) == _sizes(after.stride())) else None
-
-
-def _is_scatter(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.slice_scatter.default
-
-
-def _sizes(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
-    return [size if isinstance(size, int) else size.node.expr for size in sizes]
 
 
 def _params(graph: fx.Graph, ranks: int) -> tuple[Param, ...]:

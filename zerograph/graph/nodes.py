@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -178,12 +178,27 @@ def _is_view_part(node: fx.Node) -> bool:
 
 def is_identity_view(node: fx.Node) -> bool:
     """Whether ``node`` is a view with the very shape and strides of its argument."""
-    if not is_view(node) or not isinstance(node.args[0], fx.Node):
-        return False
-    before, after = node.args[0].meta.get("val"), node.meta.get("val")
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
-        return False
-    return before.dtype == after.dtype and before.shape == after.shape and before.stride() == after.stride()
+    return is_view(node) and left_as_it_is(node) is not None
+
+
+def left_as_it_is(node: fx.Node) -> fx.Node | None:
+    """The tensor of which ``node`` is a view with its very shape and strides, or which it writes over all of another.
+
+    Sizes are compared as expressions: asking torch would make it assume what it answers.
+    """
+    scatters = node.target is aten.slice_scatter.default
+    source = node.args[1] if scatters else node.args[0] if is_view(node) else None
+    if not isinstance(source, fx.Node):
+        return None
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.dtype != after.dtype:
+        return None
+    same = _sizes(before.shape) == _sizes(after.shape)
+    return source if same and (scatters or _sizes(before.stride()) == _sizes(after.stride())) else None
+
+
+def _sizes(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
+    return [size if isinstance(size, int) else size.node.expr for size in sizes]
 
 
 def behind_identity(node: fx.Node) -> fx.Node:
