@@ -8,6 +8,7 @@ parallelism, over which we communicate nothing of parameters: its ranks run the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerograph.core.layout import Layout
+from zerograph.core.plan import Param
+from zerograph.runtime.buffers import dtype_name
 from zerograph.runtime.torch_private import group_among, is_registered, resolve_group
 
 
@@ -89,6 +93,20 @@ def experts_on(name: str) -> int:
     """How many ranks have other experts each of parameters on the mesh ``name``: 1 where all ranks share them."""
     known = _KNOWN.get(name)
     return known.experts if known is not None else 1
+
+
+def param_on(
+    mesh: str, ranks: int, name: str, shape: Sequence[int], dtypes: Sequence[torch.dtype], *,
+    sharded: bool, trainable: bool = True,
+) -> Param:  # fmt: skip
+    """A parameter on the mesh of that name, which so many ``ranks`` share, as plans and transports know it.
+
+    Args:
+        dtypes: of its shards, of the full parameter, and of its gradient's reduction.
+    """
+    experts = experts_on(mesh)
+    home, (shard, full, reduced) = Layout.home(ranks // experts, sharded=sharded), map(dtype_name, dtypes)
+    return Param(name, tuple(shape), shard, full, reduced, trainable, home, experts=experts)
 
 
 def axes_named(name: str) -> Axes:

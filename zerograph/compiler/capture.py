@@ -19,7 +19,6 @@ from zerograph.compiler.tileable import (
     why_logits_are_untiled,
 )
 from zerograph.core.config import CutBy
-from zerograph.core.layout import Layout
 from zerograph.core.step import Kind, Lookup, Op, Param, Step, Value
 from zerograph.core.wire import Wires
 from zerograph.graph.costs import (
@@ -37,8 +36,7 @@ from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, l
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
-from zerograph.runtime.buffers import dtype_name
-from zerograph.runtime.comm.axes import experts_on
+from zerograph.runtime.comm.axes import param_on
 from zerograph.tiling.products import tilable
 
 
@@ -149,17 +147,8 @@ def _params(graph: fx.Graph, ranks: int) -> tuple[Param, ...]:
 
 
 def _param(marker: Marker, ranks: int, shape: Any, dtype: Any, trainable: bool) -> Param:
-    experts = experts_on(marker.group)
-    return Param(
-        name=marker.name,
-        shape=tuple(shape),
-        dtype=dtype_name(dtype),
-        compute_dtype=dtype_name(marker.dtype),
-        reduce_dtype=dtype_name(marker.reduce_dtype),
-        trainable=trainable,
-        home=Layout.home(ranks // experts, sharded=marker.sharded),
-        experts=experts,
-    )
+    dtypes = dtype, marker.dtype, marker.reduce_dtype
+    return param_on(marker.group, ranks, marker.name, shape, dtypes, sharded=marker.sharded, trainable=trainable)
 
 
 def _op(node: fx.Node, backward: bool, part: _StepNodes) -> Op:

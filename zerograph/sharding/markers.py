@@ -12,11 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerograph.core.layout import Layout
-from zerograph.core.plan import Param
 from zerograph.graph.torch_private import skip_frame
-from zerograph.runtime.buffers import dtype_name
-from zerograph.runtime.comm.axes import Axes, axes_named, experts_on
+from zerograph.runtime.comm.axes import Axes, axes_named, param_on
 from zerograph.runtime.comm.connecting import connect_axes
 from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.executor.accumulation import GradientAccumulation
@@ -56,7 +53,8 @@ def _unshard(
     if not sharded or _is_alone(group):
         return shard.to(dtype=dtype, copy=True)  # an operator's result may not alias its input
     reads = reads_of(group, shard.device)
-    return reads.gather(_param(reads, name, group, shape, shard.dtype, dtype, reduce_dtype, sharded), shard, _WHOSE)
+    dtypes = shard.dtype, dtype, reduce_dtype
+    return reads.gather(param_on(group, reads.comm.world_size, name, shape, dtypes, sharded=sharded), shard, _WHOSE)
 
 
 def _reduce_grad(
@@ -66,21 +64,12 @@ def _reduce_grad(
     if _is_alone(group):
         return grad.to(reduce_dtype, copy=True).to(device, shard_dtype)
     reads = reads_of(group, grad.device)
-    param = _param(reads, name, group, grad.shape, shard_dtype, dtype, reduce_dtype, sharded)
+    dtypes = shard_dtype, dtype, reduce_dtype
+    param = param_on(group, reads.comm.world_size, name, grad.shape, dtypes, sharded=sharded)
     return reads.reduce(param, grad, _WHOSE).to(device)
 
 
 _WHOSE = "a graph of another backend"
-
-
-def _param(
-    reads: UncompiledReads, name: str, group: str, shape: Sequence[int], dtype: torch.dtype, compute: torch.dtype,
-    reduce: torch.dtype, sharded: bool,
-) -> Param:  # fmt: skip
-    experts = experts_on(group)
-    home = Layout.home(reads.comm.world_size // experts, sharded=sharded)
-    dtypes = dtype_name(dtype), dtype_name(compute), dtype_name(reduce)
-    return Param(name, tuple(shape), *dtypes, True, home, experts=experts)
 
 
 for _name, _kernel in (("unshard", _unshard), ("reduce_grad", _reduce_grad)):

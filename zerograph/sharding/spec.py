@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerograph.core.layout import Layout, folded
+from zerograph.core.layout import folded
 from zerograph.core.plan import Param
-from zerograph.runtime.buffers import dtype_name
-from zerograph.runtime.comm.axes import experts_on
+from zerograph.runtime.comm.axes import experts_on, param_on
 from zerograph.sharding.parallel import Parallel
 
 
@@ -47,18 +46,10 @@ class ShardSpec(NamedTuple):
     def described(self, param: Tensor, ranks: int, parallel: Parallel | None = None) -> Param:
         """``param``, the outward one, as plans and transports know it: so many ``ranks`` share it, or of one that lies
         on another axis too this rank's part."""
-        experts = experts_on(self.group)
-        shape = param.shape if parallel is None else parallel.part
-        return Param(
-            self.name,
-            tuple(folded(shape, self.dim, ranks // experts)),
-            dtype_name(param.dtype),
-            dtype_name(self.dtype),
-            dtype_name(self.reduce_dtype),
-            param.requires_grad,
-            Layout.home(ranks // experts, sharded=self.sharded),
-            experts=experts,
-        )
+        part = param.shape if parallel is None else parallel.part
+        shape = folded(part, self.dim, ranks // experts_on(self.group))
+        dtypes, trainable = (param.dtype, self.dtype, self.reduce_dtype), param.requires_grad
+        return param_on(self.group, ranks, self.name, shape, dtypes, sharded=self.sharded, trainable=trainable)
 
     def computing_in(self, dtype: torch.dtype) -> ShardSpec:
         """That of the same parameter in another compute dtype."""
