@@ -7,6 +7,8 @@ and ``compiler/pipeline.py`` has it among all rewrites of a graph.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -31,9 +33,10 @@ from zerograph.passes.verify import verify
 from zerograph.passes.verify_reduced import verify_reduced
 
 Kind = Literal["forward", "backward", "inference"]
-Stage = Literal["traced", "planned", "joint", "pair", "graph"] | Kind
-"""The input of a pass.
+Stage = Literal["dynamo", "traced", "planned", "joint", "pair", "graph", "lowered"] | Kind
+"""The input of a pass, or of another rewrite.
 
+dynamo, lowered: Dynamo's graph, and one that is lowered to a program; no pass takes these
 traced, planned: the graph of a whole step (joint, or of an evaluation), before and after it has a plan
 joint: that of a training step
 pair: what the partitioner makes of it, a :class:`~zerograph.graph.nodes.Pair`
@@ -43,15 +46,22 @@ forward, backward, inference: that of one kind
 
 
 class Pass(NamedTuple):
-    """One step of the pipeline."""
+    """One step of the pipeline, or another step from a graph to the next."""
 
     stage: Stage
-    run: Callable[[Any, Any], int]
+    run: Callable[..., Any]
 
     @property
     def name(self) -> str:
         """The name in logs, plan files and ``zerograph passes``."""
         return self.run.__name__
+
+    @property
+    def does(self) -> str:
+        """The first paragraph about it: of the file of a pass, else of the function."""
+        is_pass = self.run.__module__ == f"{__name__}.{self.name}"
+        text = inspect.getdoc(sys.modules[self.run.__module__] if is_pass else self.run) or ""
+        return " ".join(text.partition("\n\n")[0].replace("``", "").split())
 
 
 PIPELINE: tuple[Pass, ...] = (
