@@ -67,22 +67,30 @@ def test_a_plain_parameter_is_its_own_shard() -> None:
     assert group_of(nn.Linear(2, 2)) is None and shards.is_first(None)
 
 
-def _together(fails: bool) -> str:
+def _together(failing: tuple[int, ...], first: bool) -> str:
     def action() -> None:
-        assert dist.get_rank() == 0, "one rank works for all"
-        if fails:
-            raise ConfigError("no room", "buy a disk")
+        assert not first or dist.get_rank() == 0, "one rank works for all"
+        if dist.get_rank() in failing:
+            raise ConfigError(f"no room for {dist.get_rank()}", "buy a disk")
 
     try:
-        shards.on_first_rank(dist.group.WORLD, action, CheckpointError)
+        shards.agree(dist.group.WORLD, action, CheckpointError, first=first)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def test_what_fails_on_rank_0_is_an_error_on_all() -> None:
-    assert run(2, _together, False) == ["", ""]
-    assert run(2, _together, True) == ["no room\n\nhint: buy a disk", "on rank 0: no room\n\nhint: buy a disk"]
+@pytest.mark.parametrize("first", [True, False])
+def test_what_fails_on_one_rank_is_an_error_on_all(first: bool) -> None:
+    assert run(2, _together, (), first) == ["", ""]
+    hint = "\n\nhint: buy a disk"
+    assert run(2, _together, (0,), first) == [f"no room for 0{hint}", f"on rank 0: no room for 0{hint}"]
+
+
+def test_a_rank_that_fails_beside_others_says_why_it_did() -> None:
+    hint = "\n\nhint: buy a disk"
+    assert run(2, _together, (0, 1), False) == [f"no room for 0{hint}", f"no room for 1{hint}"]
+    assert run(2, _together, (1,), False) == [f"on rank 1: no room for 1{hint}", f"no room for 1{hint}"]
 
 
 def test_errors_in_one_sentence() -> None:
@@ -95,4 +103,4 @@ def test_an_interrupt_of_rank_0_is_no_error_of_its_work() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        shards.on_first_rank(None, action, CheckpointError)
+        shards.agree(None, action, CheckpointError, first=True)

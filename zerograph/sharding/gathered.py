@@ -18,7 +18,7 @@ from zerograph.runtime.comm.rendezvous import noticed
 from zerograph.runtime.joined import everyone_on
 from zerograph.sharding.adopt import model_given
 from zerograph.sharding.module_classes import plain_class
-from zerograph.sharding.shards import default_group, full_value, local_of, on_first_rank, send_from_first
+from zerograph.sharding.shards import agree, default_group, full_value, local_of, send_from_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _values(o: _Opened) -> list[Tensor | None]:
 def _write(module: nn.Module, opened: list[_Opened], values: list[list[Tensor | None]]) -> None:
     """Rank 0's ``values`` into the shards of all ranks."""
     group = group_of(module)
-    on_first_rank(group, lambda: _check_all(opened, values), ShardingError)
+    agree(group, lambda: _check_all(opened, values), ShardingError, first=True)
     for o, value in zip(opened, values, strict=True):
         send_from_first(value[0], local_of(o.outward), group, o.outward)
         torch.autograd.graph.increment_version(o.outward)  # what autograd saved before is stale

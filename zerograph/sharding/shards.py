@@ -164,32 +164,35 @@ def _given(full: Tensor | None) -> Tensor:
     return full
 
 
-def on_first_rank(group: dist.ProcessGroup | None, action: Callable[[], Any], error: type[ZeroGraphError]) -> None:
-    """Run ``action`` on rank 0; when it fails there, every rank raises ``error``. Collective."""
+def agree(
+    group: dist.ProcessGroup | None, action: Callable[[], Any], error: type[ZeroGraphError], *, first: bool = False
+) -> None:
+    """Run ``action`` on every rank, or on rank 0 alone if it is for the ``first``; where it fails on one, every rank
+    raises ``error``. Collective."""
     caught: Exception | None = None
-    if is_first(group):
+    if is_first(group) or not first:
         try:
             action()
         except Exception as problem:
             caught = problem
-    failure = None if caught is None else (describe(caught), getattr(caught, "hint", ""))
-    if group is not None and group.size() > 1:
-        failure = _shared(group, failure)
-    if failure is not None:
-        text, hint = failure
-        raise error(text if is_first(group) else f"on rank 0: {text}", hint) from caught
+    mine = None if caught is None else (describe(caught), getattr(caught, "hint", ""))
+    failures = _failures(group, mine) if group is not None and group.size() > 1 else []
+    if mine is not None:
+        raise error(*mine) from caught
+    if failures:
+        rank, (text, hint) = failures[0]
+        raise error(f"on rank {rank}: {text}", hint)
 
 
-def _shared(group: dist.ProcessGroup, failure: tuple[str, str] | None) -> tuple[str, str] | None:
-    """Rank 0's ``failure``, on every rank; one small message when there is none."""
+def _failures(group: dist.ProcessGroup, mine: tuple[str, str] | None) -> list[tuple[int, tuple[str, str]]]:
+    """The ranks that failed, and why; one small message where there are none."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
-    flag = torch.tensor([failure is not None], dtype=torch.uint8, device=device)
-    dist.broadcast(flag, src=first_rank(group), group=group)
-    if not flag.item():
-        return None
-    box = [failure]
-    dist.broadcast_object_list(box, src=first_rank(group), group=group)
-    return box[0]
+    flag = torch.tensor([mine is not None], dtype=torch.uint8, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    found: list[Any] = [None] * group.size()
+    if flag.item():
+        dist.all_gather_object(found, mine, group=group)
+    return [(rank, failure) for rank, failure in enumerate(found) if failure is not None]
 
 
 def describe(failure: BaseException) -> str:

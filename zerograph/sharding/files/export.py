@@ -23,7 +23,7 @@ from zerograph.core.errors import CheckpointError
 from zerograph.runtime.comm.rendezvous import noticed
 from zerograph.sharding.adopt import model_given
 from zerograph.sharding.gathered import group_of
-from zerograph.sharding.shards import gather_to_first, is_first, on_first_rank
+from zerograph.sharding.shards import agree, gather_to_first, is_first
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +73,13 @@ def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
     tensors, aliases = unique_tensors(model)
     group, file = group_of(model), _File(Path(path))
     try:
-        on_first_rank(group, partial(file.open, tensors, aliases), CheckpointError)
+        agree(group, partial(file.open, tensors, aliases), CheckpointError, first=True)
         for name in _file_order(tensors):
             with noticed(group, f"to gather {name} in zerograph.export()"):
                 pieces = gather_to_first(tensors[name])
-            on_first_rank(group, partial(file.write, pieces), CheckpointError)
+            agree(group, partial(file.write, pieces), CheckpointError, first=True)
             pieces.clear()
-        on_first_rank(group, file.commit, CheckpointError)
+        agree(group, file.commit, CheckpointError, first=True)
     finally:
         if is_first(group):
             file.discard()

@@ -23,7 +23,7 @@ from zerograph.sharding.files.room import Room
 from zerograph.sharding.files.shard_files import UnmadeTensor, read_files
 from zerograph.sharding.forward import FORWARDS
 from zerograph.sharding.gathered import group_of, shown
-from zerograph.sharding.shards import local_of, on_first_rank, send_from_first
+from zerograph.sharding.shards import agree, local_of, send_from_first
 
 log = logging.getLogger(__name__)
 
@@ -135,10 +135,11 @@ def _initialize(
         alone = room.store is not None and (group is None or group.size() == 1)
         there = {id(s): shards[id(s)] for s in places.values() if alone and s.leaves and s.local is None}
         with room.filling(there.values()):
-            on_first_rank(
+            agree(
                 group,
                 lambda: full.update(_fill(unit, places, init, room.device, label, there, hint)),  # noqa: B023
                 ShardingError,
+                first=True,
             )
         for slot in {id(s): s for s in places.values() if s.local is None}.values():
             slot.local = shards.pop(id(slot))

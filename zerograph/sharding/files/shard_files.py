@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from zerograph.core.errors import CheckpointError
 from zerograph.runtime.dtensors import own_slices
 from zerograph.sharding.files.export import DTYPES
 from zerograph.sharding.files.room import Room
-from zerograph.sharding.shards import describe, is_first, local_of
+from zerograph.sharding.shards import agree, is_first, local_of
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +54,11 @@ def read_files(
     """
     with ExitStack() as stack:
         found: dict[int, tuple[Any, str]] = {}
-        _all_agree(group, lambda: found.update(_match(slots, _open_all(files, stack), strict)))
+        agree(group, lambda: found.update(_match(slots, _open_all(files, stack), strict)), CheckpointError)
         missing = [slot.names[0] for slot in slots if slot.persistent and id(slot) not in found]
         if missing and is_first(group):
             log.warning("the files lack %s, which are initialized", _some("parameters or buffers", missing))
-        _all_agree(group, lambda: _read_all([s for s in slots if id(s) in found], found, room))
+        agree(group, lambda: _read_all([s for s in slots if id(s) in found], found, room), CheckpointError)
 
 
 def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
@@ -136,21 +136,3 @@ def _read(slot: UnmadeTensor, file: Any, name: str, room: Room) -> None:
         local.copy_(file.get_slice(name)[own_slices(slot.tensor)])
     room.filled(local)
     slot.local = local
-
-
-def _all_agree(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> None:
-    """Run ``action`` on every rank; when it fails on any, all raise."""
-    caught: Exception | None = None
-    try:
-        action()
-    except Exception as error:
-        caught = error
-    mine = None if caught is None else (describe(caught), getattr(caught, "hint", ""))
-    failures: list[Any] = [mine]
-    if group is not None and group.size() > 1:
-        failures = [None] * group.size()
-        dist.all_gather_object(failures, mine, group=group)
-    first = next(((rank, *f) for rank, f in enumerate(failures) if f is not None), None)
-    if first is not None:
-        rank, text, hint = first
-        raise CheckpointError(f"{text} (on rank {rank})" if len(failures) > 1 else text, hint) from caught
