@@ -227,16 +227,16 @@ def test_hooks_are_shared() -> None:
     assert calls[2:] == ["accumulated"]
 
 
-def test_gradients_are_unscaled_in_order(mesh: DeviceMesh) -> None:
+def test_gradients_are_unscaled_in_another_order(mesh: DeviceMesh) -> None:
     seen: list[str] = []
 
-    def in_order(grads: Sequence[DTensor]) -> list[DTensor]:
-        seen.extend(str(grad.placements[0]) for grad in grads)
-        return list(reversed(grads))
+    def reverse(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.extend(str(grad.placements[0]) for grad in args[0])
+        torch_private.unscale(op, (list(reversed(args[0])), *args[1:]), kwargs)
 
     before = dict(DTensor._op_dispatcher._custom_op_handlers)
     try:
-        torch_private.unscale_in_order(in_order)
+        torch_private.handle_op(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, reverse)
         grads = [
             DTensor.from_local(torch.ones(2), mesh, [placement], run_check=False)
             for placement in (Replicate(), Shard(0))

@@ -4,6 +4,7 @@ torch's."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
 from zerograph.core.errors import CheckpointError, ShardingError, UnsupportedError
+from zerograph.runtime.dtensors import groups_of_ranks
 from zerograph.runtime.executor.late_gradients import refuse_reading
 from zerograph.sharding.adopt import wrapped_by
-from zerograph.sharding.torch_private import before, handle_op
+from zerograph.sharding.torch_private import before, handle_op, unscale
 
 
 def explain_shards() -> None:
@@ -27,6 +29,7 @@ def explain_shards() -> None:
     for op in (c10d.broadcast_, c10d.allreduce_, c10d.allreduce_coalesced_, c10d.reduce_):
         handle_op(op.default, _refuse_collective)
     handle_op(torch.ops.aten._is_any_true.default, _any_of_own_rows)
+    handle_op(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale_most_split_first)
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
         before(wrapper, "__init__", _refuse_wrapper)
     before(safetensors.torch, "_find_shared_tensors", _refuse_in_file)
@@ -57,6 +60,19 @@ def _any_of_own_rows(op: Any, args: tuple[DTensor], _: dict[str, Any]) -> Tensor
     """Autograd's anomaly mode asks it of each gradient, of which DTensor has no rule. This rank looks at its rows, and
     raises if one is not a number; no other rank is asked, as each may be at another gradient."""
     return op(args[0].to_local())
+
+
+def _unscale_most_split_first(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A gradient that ``GradScaler`` finds not finite on one rank: all ranks skip the step and lower the scale.
+
+    torch's own handler of DTensors reduces what was found over ranks, but decides by the first gradient alone which
+    ranks hold different parts. Where that belongs to a parameter that is unsharded on each, or to experts that few
+    ranks divide, not all hear of it: some ranks step and others do not, and their scales differ from then on. So it
+    gets the gradient first that most ranks split; their order means nothing to the operator.
+    """
+    grads, *others = args
+    in_order = sorted(grads, key=lambda grad: -math.prod(group.size() for group in groups_of_ranks(grad)))
+    unscale(op, (in_order, *others), kwargs)
 
 
 def _refuse_wrapper(wrapper: nn.Module, module: nn.Module, *_: Any, **__: Any) -> None:

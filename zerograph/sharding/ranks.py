@@ -30,7 +30,6 @@ from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
 from zerograph.sharding.files.checkpoint_folders import watch_checkpoints
 from zerograph.sharding.foreign_code import explain_shards
-from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
 from zerograph.sharding.parallel import mesh_beside, mesh_with_experts
 from zerograph.sharding.shards import default_group
 
@@ -100,7 +99,6 @@ class Ranks:
         if host is not None:
             for group in (*axes.groups, *(experts.get_all_groups() if experts is not None else ())):
                 reach_host(group)
-        find_inf_on_all_ranks()
         explain_shards()
         watch_checkpoints()
         peers = axes.places(axes.shards) if axes.beside is not None else None

@@ -385,11 +385,5 @@ def handle_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]],
     handlers[op] = handler
 
 
-def unscale_in_order(in_order: Callable[[Sequence[DTensor]], list[DTensor]]) -> None:
-    """Have DTensor's handler of what GradScaler calls see gradients ``in_order``; idempotent. Seen in 2.11, 2.13."""
-
-    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        grads, *others = args
-        found_inf_reduce_handler(op, (in_order(grads), *others), kwargs)
-
-    handle_op(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, handler)
+unscale = found_inf_reduce_handler
+"""DTensor's own handler of the operator that GradScaler calls, for :func:`handle_op`. Seen in 2.11, 2.13."""
