@@ -1,9 +1,4 @@
-"""The private names of Dynamo, AOTAutograd and Inductor that compiling a frame needs, patches of them included.
-
-Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
-public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file,
-which pass on 2.14 too.
-"""
+"""The private names of Dynamo, AOTAutograd and Inductor that compiling a frame needs, patches of them included."""
 
 from __future__ import annotations
 

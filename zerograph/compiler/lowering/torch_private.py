@@ -1,7 +1,4 @@
-"""The private names of Inductor by which segments and their kernels are compiled, patches of them included.
-
-As in ``compiler/torch_private.py``, each says what it is for, why no public name does, and where it was seen.
-"""
+"""The private names of Inductor by which segments and their kernels are compiled, patches of them included."""
 
 from __future__ import annotations
 
