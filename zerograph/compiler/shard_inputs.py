@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.torch_private import ShardOf, fake_mode_of
+from zerograph.graph.nodes import CHECKPOINT, graph_named
 from zerograph.runtime.torch_private import local_tensor
 
 
@@ -69,10 +70,7 @@ def _reads_rows(user: fx.Node) -> bool:
 
 def _region(gm: fx.GraphModule, user: fx.Node) -> fx.GraphModule | None:
     """The graph that ``user`` runs under ``torch.utils.checkpoint``; None when it does something else."""
-    if user.target is not torch.ops.higher_order.tag_activation_checkpoint:
-        return None
-    body = user.args[0]
-    return getattr(gm, str(body.target)) if isinstance(body, fx.Node) and body.op == "get_attr" else None
+    return graph_named(gm, user.args[0]) if user.target is CHECKPOINT else None
 
 
 def _drop(read: fx.Node) -> None:

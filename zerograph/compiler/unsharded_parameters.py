@@ -12,18 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
 from zerograph.core.errors import UnsupportedError
-from zerograph.graph.nodes import markers
+from zerograph.graph.nodes import CHECKPOINT, markers
 from zerograph.graph.ops import UNSHARD
 
 _OF_SHARDS = {"to_local", "prim_to_local", "full_tensor", "redistribute", "from_local", "prim_redistribute"}
 """Methods that are called only by code that knows of shards."""
 
-_READS = {UNSHARD, torch.ops.higher_order.tag_activation_checkpoint}
+_READS = {UNSHARD, CHECKPOINT}
 """Operators that read the whole of an input shard already: a checkpointed region has markers of its own."""
 
 

@@ -220,6 +220,16 @@ def readings_of_overwritten(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return found
 
 
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+"""A call under ``torch.utils.checkpoint``: its first argument names the graph that runs there."""
+
+
+def graph_named(gm: fx.GraphModule, node: Any) -> fx.GraphModule | None:
+    """The graph that ``node`` names, as a checkpointed region has one; None where it names none."""
+    found = getattr(gm, str(node.target), None) if isinstance(node, fx.Node) and node.op == "get_attr" else None
+    return found if isinstance(found, fx.GraphModule) else None
+
+
 def is_size(node: fx.Node) -> bool:
     """Whether ``node`` is arithmetic on symbolic sizes only."""
     return is_made_of(lambda n: isinstance(n.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)), node)

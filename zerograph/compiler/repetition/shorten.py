@@ -27,15 +27,12 @@ from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, No
 from zerograph.compiler.repetition.repeat import Joint, Repeat, parameters_in
 from zerograph.compiler.torch_private import as_dynamos, lazily_coded, separate_context, trace_and_split, trace_given
 from zerograph.graph.layers import module_of
-from zerograph.graph.nodes import SPEC_AT
+from zerograph.graph.nodes import CHECKPOINT, SPEC_AT, graph_named
 
 log = logging.getLogger(__name__)
 
 LEAST = 8
 """Layers that a stack has, at least, for tracing four of them to pay."""
-
-CheckpointRegion = torch.ops.higher_order.tag_activation_checkpoint
-"""A call under ``torch.utils.checkpoint``: its first argument is the graph that runs there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +240,7 @@ class _Shortening:
 
     def _module(self, node: fx.Node) -> str:
         """The module that ``node`` belongs to; for a checkpointed region and its call, that of what runs in it."""
-        source = node.args[0] if node.target is CheckpointRegion else node
-        body = _body(self.gm, source) if isinstance(source, fx.Node) else None
+        body = graph_named(self.gm, node.args[0] if node.target is CHECKPOINT else node)
         if body is None:
             return module_of(node) or ""
         return next((module_of(n) or "" for n in body.graph.nodes if n.op not in ("placeholder", "output")), "")
@@ -286,7 +282,7 @@ class _Shortening:
         alike: Callable[[fx.Node, fx.Node], bool],
         names: tuple[str, str],
     ) -> None:
-        ours, theirs = _body(gm, a), _body(gm, b)
+        ours, theirs = graph_named(gm, a), graph_named(gm, b)
         same = a.op == b.op and _facts(a) == _facts(b) and (ours is None) == (theirs is None)
         if same and a.op != "placeholder" and ours is None:
             same = a.target == b.target and _same((a.args, a.kwargs), (b.args, b.kwargs), alike, _spec(a, names))
@@ -304,16 +300,9 @@ class _Shortening:
             raise NotRepeated("the context_fn of two of its checkpointed regions differ")
         twin = dict(zip(ours, theirs, strict=True))
         for x, y in twin.items():
-            if _body(a, x) is not None or _body(b, y) is not None:
+            if graph_named(a, x) is not None or graph_named(b, y) is not None:
                 raise NotRepeated("a checkpointed region has one inside")
             self._compare_nodes(a, x, y, lambda p, q: twin[p] is q, names)
-
-
-def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """The graph that ``node`` names; None when it is another node, or names a tensor."""
-    # Checkpointed regions are attributes of the graph, as its constants are.
-    found = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
-    return found if isinstance(found, fx.GraphModule) else None
 
 
 def _same_policy(a: Any, b: Any) -> bool:
