@@ -181,7 +181,9 @@ def _fill(
     slots."""
     for module in unit:
         _refuse_half_filled(module, label)
-    _require_reset(unit, [slot for slot in places.values() if slot.local is None], init, label, hint)
+    if init is None and any(_own_reset(module) is None for module in unit):
+        names = ", ".join(dict.fromkeys(slot.names[0] for slot in places.values() if slot.local is None))
+        raise ShardingError(f"{label} has no reset_parameters() to fill {names}", hint)
     blank = {id(slot): _blank(slot.tensor, device, there.get(id(slot))) for slot in places.values()}
     before = {key: tensor._version for key, tensor in blank.items() if not tensor.is_inference()}
     with ExitStack() as stack:
@@ -241,18 +243,6 @@ def _shown_blank(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None
             yield
         finally:
             module._buffers.update(buffers)
-
-
-def _require_reset(
-    unit: Sequence[nn.Module],
-    empty: Sequence[UnmadeTensor],
-    init: Callable[[nn.Module], Any] | None,
-    label: str,
-    hint: str,
-) -> None:
-    names = ", ".join(dict.fromkeys(slot.names[0] for slot in empty))
-    if init is None and any(_own_reset(module) is None for module in unit):
-        raise ShardingError(f"{label} has no reset_parameters() to fill {names}", hint)
 
 
 def _own_reset(module: nn.Module) -> Callable[[], Any] | None:
