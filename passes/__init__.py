@@ -27,7 +27,6 @@ from zerograph.passes.recompute import recompute
 from zerograph.passes.reduce import reduce
 from zerograph.passes.spill import spill
 from zerograph.passes.tile import tile
-from zerograph.passes.tile_loss import tile_loss
 from zerograph.passes.tile_tokens import tile_tokens
 from zerograph.passes.verify import verify
 from zerograph.passes.verify_reduced import verify_reduced
@@ -79,7 +78,6 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("pair", hoist),
     Pass("pair", offload),
     # before gathers, whose buckets are freed behind their last tile
-    Pass("graph", tile_loss),
     Pass("graph", tile_tokens),
     # behind tiles of tokens, each of which reads all tiles of a weight; before the gathers, which take one for a bucket
     Pass("graph", tile),

@@ -1,9 +1,10 @@
-"""Run the MLP of recomputed layers, and the norm and residual around it, or all of a layer, for some tokens at a time.
+"""Run the head and its loss, and parts of recomputed layers, for some tokens at a time, so that no wide value is whole.
 
-The region of each layer (:mod:`zerograph.tiling.layer_tokens`, or for whole samples
-:mod:`zerograph.tiling.layer_batch`) is written once for each tile
-(:mod:`zerograph.tiling.token_tiles`), in the forward and in the backward, where a tile is computed again right before
-its gradients: torch may put all that is computed again first.
+The region of a loss begins at the head's product (:mod:`zerograph.tiling.token_region`). That of a layer is its MLP,
+and the norm and residual around it (:mod:`zerograph.tiling.layer_tokens`), or for whole samples all of the layer
+(:mod:`zerograph.tiling.layer_batch`). A region is written once for each tile (:mod:`zerograph.tiling.token_tiles`), in
+the forward and in the backward, where a tile is computed again right before its gradients: torch may put all that is
+computed again first.
 
 Safe because every operator inside treats each token by itself, or sums: numbers per token are those of the whole, as
 far as products give the same for fewer rows, and sums are rounded in another order.
@@ -12,6 +13,7 @@ far as products give the same for fewer rows, and sums are rounded in another or
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -19,26 +21,41 @@ from zerograph.core.plan import Plan
 from zerograph.tiling.cuts import Mixes
 from zerograph.tiling.layer_batch import batch_region
 from zerograph.tiling.layer_tokens import layer_region, wide_products
+from zerograph.tiling.region import Region
+from zerograph.tiling.token_region import region_of
 from zerograph.tiling.token_tiles import write_tiles
 
 log = logging.getLogger(__name__)
 
 
 def tile_tokens(gm: fx.GraphModule, plan: Plan) -> int:
-    """Rewrite ``gm`` (forward or backward graph) in place; returns the number of tiles of all layers."""
-    if plan.token_tiles == 1:
-        return 0
-    tiles, done = 0, set[fx.Node]()
-    for product in list(wide_products(gm.graph.nodes, plan.token_regions)):
+    """Rewrite ``gm`` (forward, backward or inference graph) in place; returns the number of tiles of all regions."""
+    # Of another size, or what Inductor's passes made of it: `recompute` has warned.
+    whole = logging.DEBUG, "the head %s and its loss run whole: %s"
+    tiles = _write(gm.graph, [plan.head], region_of, plan.loss_tiles, whole)
+    what = "the layer of %s runs whole: %s" if plan.by_sample else "the MLP that %s begins runs whole: %s"
+    region = batch_region if plan.by_sample else layer_region
+    return tiles + _write(gm.graph, plan.token_regions, region, plan.token_tiles, (logging.WARNING, what))
+
+
+def _write(
+    graph: fx.Graph, names: Sequence[str], region_of: Callable[[fx.Node], Region], tiles: int, whole: tuple[int, str]
+) -> int:
+    """Write the regions that begin at products of these ``names``; returns the number of tiles.
+
+    Args:
+        whole: level and text of the message about a region that cannot be in tiles.
+    """
+    written, done = 0, set[fx.Node]()
+    for product in list(wide_products(graph.nodes, names)):
         if product in done:
             continue
         try:
-            region = batch_region(product) if plan.by_sample else layer_region(product)
+            region = region_of(product)
             done.update(region.nodes)
-            tiles += write_tiles(gm.graph, region, plan.token_tiles)
+            written += write_tiles(graph, region, tiles)
         except Mixes as error:
-            what = "the layer of %s runs whole: %s" if plan.by_sample else "the MLP that %s begins runs whole: %s"
-            log.warning(what, product.meta["zg"].name, error)
-    if tiles:
-        gm.graph.eliminate_dead_code()
-    return tiles
+            log.log(*whole, product.meta["zg"].name, error)
+    if written:
+        graph.eliminate_dead_code()
+    return written

@@ -11,7 +11,7 @@ from torch import fx
 
 from zerograph.core.plan import Plan, token_tiles
 from zerograph.graph.nodes import Activation
-from zerograph.passes import tile_loss
+from zerograph.passes import tile_tokens
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def graph(tokens: int = 5) -> tuple[fx.GraphModule, Plan]:
 
 def test_tiles_are_views_operators_and_ends() -> None:
     gm, p = graph()
-    assert tile_loss(gm, p) == 2
+    assert tile_tokens(gm, p) == 2
     assert_expected_inline(
         show(gm),
         """\
@@ -77,7 +77,7 @@ def shifted() -> tuple[fx.GraphModule, Plan]:
 
 def test_tiles_are_of_the_tokens_that_a_slice_keeps() -> None:
     gm, p = shifted()
-    assert tile_loss(gm, p) == 2
+    assert tile_tokens(gm, p) == 2
     assert_expected_inline(
         show(gm),
         """\
@@ -121,7 +121,7 @@ def test_a_mean_over_all_is_a_sum_of_shares() -> None:
     logits = b.mm(b.input("x", 5, 2), b.input("weight", 2, 16))
     logits.meta["zg"] = Activation("head:mm")
     gm = b.output(b.call(aten.mean.default, b.call(aten.exp.default, logits)))
-    assert tile_loss(gm, Plan(3, 2, (), 1, loss_tiles=2, head="head:mm")) == 2
+    assert tile_tokens(gm, Plan(3, 2, (), 1, loss_tiles=2, head="head:mm")) == 2
     assert_expected_inline(
         show(gm),
         """\
@@ -144,7 +144,7 @@ return [accumulate_default_1]""",
 def test_without_tiles_or_the_plan_s_logits_nothing_changes() -> None:
     gm, p = graph()
     before = show(gm)
-    assert tile_loss(gm, replace(p, loss_tiles=1, head="")) == tile_loss(gm, replace(p, head="other:mm")) == 0
+    assert tile_tokens(gm, replace(p, loss_tiles=1, head="")) == tile_tokens(gm, replace(p, head="other:mm")) == 0
     assert show(gm) == before
 
 
