@@ -92,11 +92,9 @@ class LoneCommunicator:
     def start_gather(
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
     ) -> _PendingCast:
-        """See :class:`Communicator`."""
         return _PendingCast(params, shards, behind) if behind else _PendingCast(params, _cast(params, shards))
 
     def finish_gather(self, pending: _PendingCast) -> list[Tensor]:
-        """See :class:`Communicator`."""
         if not pending.behind:
             return list(pending.shards)
         for wait in pending.behind:
@@ -104,21 +102,17 @@ class LoneCommunicator:
         return _cast(pending.params, pending.shards)
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
-        """See :class:`Communicator`."""
         return [
             grad.to(torch_dtype(p.reduce_dtype)).to(torch_dtype(p.dtype)) for p, grad in zip(params, grads, strict=True)
         ]
 
     def finish_reduce(self, pending: list[Tensor]) -> list[Tensor]:
-        """See :class:`Communicator`."""
         return pending
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """See :class:`Communicator`."""
         return list(sends)
 
     def finish_exchange(self, pending: list[Tensor]) -> list[Tensor]:
-        """See :class:`Communicator`."""
         return pending
 
     def abort(self, reason: str) -> None:
@@ -224,7 +218,6 @@ class GroupCommunicator:
 
     @property
     def generation(self) -> int:
-        """See :class:`Communicator`."""
         return self.rendezvous.generation if self.rendezvous is not None else 0
 
     def trim(self) -> None:
@@ -259,7 +252,6 @@ class GroupCommunicator:
         return {rank: self.rendezvous.store.get(key) for rank, key in keys.items()}
 
     def rejoin(self) -> None:
-        """See :class:`Communicator`."""
         rendezvous = self.rendezvous
         if rendezvous is None:
             return
@@ -347,7 +339,6 @@ class GroupCommunicator:
     def start_gather(
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
     ) -> _PendingGather:
-        """See :class:`Communicator`."""
         full = allocate_full(params, self.device)
         self._begun()
         if self._gathers is None:
@@ -385,7 +376,6 @@ class GroupCommunicator:
             offset += out.shape[1]
 
     def finish_gather(self, pending: _PendingGather) -> list[Tensor]:
-        """See :class:`Communicator`."""
         for work in pending.works:
             self._wait(work)
         for received in pending.received:
@@ -393,7 +383,6 @@ class GroupCommunicator:
         return pending.full.tensors
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingReduce:
-        """See :class:`Communicator`."""
         results: list[Tensor] = [None] * len(params)  # type: ignore[list-item]
         # One message for each dtype and kind, in the order in which parameters stand: the same on all ranks.
         works, alive = [], []
@@ -453,7 +442,6 @@ class GroupCommunicator:
         return list(flat.split([p.elements for p in params])), flight, flat
 
     def finish_reduce(self, pending: _PendingReduce) -> list[Tensor]:
-        """See :class:`Communicator`."""
         for work in pending.works:
             self._wait(work)
         others = [i for i, p in enumerate(pending.params) if not self._exchanges(p)]
@@ -474,7 +462,6 @@ class GroupCommunicator:
         return pending.results
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _PendingExchange:
-        """See :class:`Communicator`."""
         flat = torch.cat([send.to(self.device) for send in sends])
         self._begun()
         coming = [own[self.rank] for own in sizes]
@@ -488,12 +475,10 @@ class GroupCommunicator:
         return _PendingExchange(received, coming, self._launch(stream, exchange, received, flat, group=group), flat)
 
     def finish_exchange(self, pending: _PendingExchange) -> list[Tensor]:
-        """See :class:`Communicator`."""
         self._wait(pending.work)
         return list(pending.received.split(pending.sizes))
 
     def abort(self, reason: str) -> None:
-        """See :class:`Communicator`."""
         if self.rendezvous is not None:
             try:
                 self._follow(self.rendezvous)  # the others wait for this rank to connect, and hear nothing meanwhile

@@ -58,18 +58,15 @@ class ExpertCommunicator(PairedCommunicator):
     def start_gather(
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
     ) -> list[_Under]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return [
             _Under(of, places, of.start_gather(own, [shards[place] for place in places], behind), experts)
             for of, places, own, experts in self._parts(params)
         ]
 
     def finish_gather(self, pending: list[_Under]) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return _in_order((each.places, each.of.finish_gather(each.pending)) for each in pending)
 
     def host_parts(self, pending: list[_Under]) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
         return _in_order((each.places, cast(HostGathers, each.of).host_parts(each.pending)) for each in pending)
 
     def start_gather_inside(self, params: Sequence[Param], parts: Sequence[Tensor]) -> list[_Under]:
@@ -81,22 +78,18 @@ class ExpertCommunicator(PairedCommunicator):
         ]
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[_Under]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return [
             _Under(of, places, of.start_reduce(own, [grads[place] for place in places]), experts)
             for of, places, own, experts in self._parts(params)
         ]
 
     def finish_reduce(self, pending: list[_Under]) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return _in_order((each.places, _mean(each)) for each in pending)
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Any:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.everyone.start_exchange(sends, sizes)
 
     def finish_exchange(self, pending: Any) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.everyone.finish_exchange(pending)
 
 

@@ -40,12 +40,10 @@ class HybridCommunicator(PairedCommunicator):
         self._last: _PendingHybrid | None = None  # that is not under way between replicas
 
     def enter(self, entry: Entry, *, compared: bool = False) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self._last = None  # of a program that failed
         super().enter(entry, compared=compared)
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingHybrid:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self._pass_on()
         # Between the axes nothing is rounded to the parameter's dtype.
         wide = [replace(p, dtype="float64" if p.reduce_dtype == "float64" else "float32") for p in params]
@@ -64,7 +62,6 @@ class HybridCommunicator(PairedCommunicator):
         pending.replicas = self.replicas.start_reduce([part for part, _ in filled], [grad for _, grad in filled])
 
     def finish_reduce(self, pending: _PendingHybrid) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         if pending is self._last:
             self._pass_on()
         averaged = iter(self.replicas.finish_reduce(pending.replicas))

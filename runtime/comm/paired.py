@@ -50,21 +50,17 @@ class PairedCommunicator:
 
     @property
     def generation(self) -> int:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.outer.generation
 
     def trim(self) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self.inner.trim()
         self.outer.trim()
 
     def rejoin(self) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self.inner.rejoin()
         self.outer.rejoin()
 
     def enter(self, entry: Entry, *, compared: bool = False) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self.inner.enter(entry, compared=compared)
         self.outer.enter(entry, compared=compared)
         self.steps = entry.steps
@@ -76,39 +72,30 @@ class PairedCommunicator:
         self.outer.leave()
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()) -> Any:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.inner.start_gather(params, shards, behind)
 
     def finish_gather(self, pending: Any) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.inner.finish_gather(pending)
 
     def host_parts(self, pending: Any) -> Sequence[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
         return cast(HostGathers, self.inner).host_parts(pending)
 
     def start_gather_inside(self, params: Sequence[Param], parts: Sequence[Tensor]) -> Any:
-        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
         return cast(HostGathers, self.inner).start_gather_inside(params, parts)
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> Any:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.inner.start_reduce(params, grads)
 
     def finish_reduce(self, pending: Any) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.inner.finish_reduce(pending)
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Any:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.inner.start_exchange(sends, sizes)
 
     def finish_exchange(self, pending: Any) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.inner.finish_exchange(pending)
 
     def abort(self, reason: str) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         try:
             self.inner.abort(reason)
         finally:
@@ -192,7 +179,6 @@ class SpanningCommunicator(PairedCommunicator):
         return {} if self._own is None else {self._own.group.group_name: self._own.name}
 
     def rejoin(self) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         super().rejoin()
         if self._own is not None:
             self._own.follow()
@@ -207,7 +193,6 @@ class SpanningCommunicator(PairedCommunicator):
         self.steps = entry.steps
 
     def abort(self, reason: str) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         try:
             super().abort(reason)
         finally:

@@ -88,11 +88,9 @@ class SharedMemoryCommunicator:
 
     @property
     def generation(self) -> int:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         return self.rendezvous.generation
 
     def trim(self) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self.pool.trim()
 
     def start_gather(
@@ -119,7 +117,6 @@ class SharedMemoryCommunicator:
         self._finish("gather", params, ticket, lambda wait: self.mailbox.finish_gather(ticket, places, wait))
 
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         full: Full = allocate_full(pending.params, torch.device("cpu"), self.pool)
         # Only now: until the peers' data is read, the bucket needs no memory of its own.
         rooms = [p.chunk_elements for p in pending.params]
@@ -137,7 +134,6 @@ class SharedMemoryCommunicator:
         self._salt = (entry.sequence + entry.steps * _ODD) & _MASK
 
     def rejoin(self) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         if self.rendezvous.failed:
             self.rendezvous.meet()
         self._follow()
@@ -150,7 +146,6 @@ class SharedMemoryCommunicator:
             self.mailbox.recover(self._recovered)
 
     def leave(self) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         with self._explained("end"):
             ticket = self.mailbox.start_gather(self._salt, [])
         self._finish("end", (), ticket, lambda wait: self.mailbox.finish_gather(ticket, [], wait))
@@ -180,7 +175,6 @@ class SharedMemoryCommunicator:
         return _digest(params) ^ self._salt
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         dense = [summable(g, p).contiguous() for p, g in zip(params, grads, strict=True)]
         tickets = []
         for sharded in (True, False):
@@ -213,7 +207,6 @@ class SharedMemoryCommunicator:
         self._finish("reduce", params, ticket, partial(finish, ticket, places, scale))
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         shapes = [p.shard_shape(self.rank) for p in pending.params]
         results = [torch.empty(s, dtype=torch_dtype(p.dtype)) for s, p in zip(shapes, pending.params, strict=True)]
         for sharded, part in ((True, pending.scattered), (False, pending.unsharded)):
@@ -231,7 +224,6 @@ class SharedMemoryCommunicator:
         return _Exchanging(ticket, [max(column) for column in zip(*sizes, strict=True)], [s[self.rank] for s in sizes])
 
     def finish_exchange(self, pending: _Exchanging) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         ticket, most = pending.ticket, pending.most
         own = torch.empty(self.world_size * most[self.rank], dtype=torch.uint8)
         # A gather copies every piece. Those for other ranks go to one place, so that a rank needs no memory for all.
@@ -242,7 +234,6 @@ class SharedMemoryCommunicator:
         return [own.narrow(0, rank * most[self.rank], size) for rank, size in enumerate(pending.coming)]
 
     def abort(self, reason: str) -> None:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         self._follow()  # else the mailbox ends a generation that is over, and nobody hears
         self.rendezvous.fail(reason)
         self.mailbox.abort(reason)

@@ -71,7 +71,6 @@ class TwoLevelCommunicator(PairedCommunicator):
     def start_gather(
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
     ) -> _Gathering:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         # As one parameter, whose parts come to where they are read.
         flat = torch.cat([send.view(torch.uint8) for send in padded_shards(params, shards, _CPU)])
         size, wire = self.hosts * flat.numel(), "uint8"
@@ -79,7 +78,6 @@ class TwoLevelCommunicator(PairedCommunicator):
         return _Gathering(params, self.network.start_gather([message], [flat], behind))
 
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         params = pending.params
         if pending.between is not None:
             (brought,), pending.between = self.network.finish_gather(pending.between), None
@@ -94,15 +92,12 @@ class TwoLevelCommunicator(PairedCommunicator):
         return full.tensors
 
     def host_parts(self, pending: _Gathering) -> Sequence[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
         return pending.parts
 
     def start_gather_inside(self, params: Sequence[Param], parts: Sequence[Tensor]) -> _Gathering:
-        """See :class:`~zerograph.runtime.comm.communicator.HostGathers`."""
         return _Gathering(params, parts=parts)
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         flat = [summable(g, p).contiguous().view(-1) for p, g in zip(params, grads, strict=True)]
         own = [p.summed_elements for p in params]
         # For each host a piece of each gradient, whose parts are those of its ranks.
@@ -132,7 +127,6 @@ class TwoLevelCommunicator(PairedCommunicator):
         return _Reducing(terms, self.network.start_exchange(list(messages), sizes))
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
-        """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
         terms = pending.terms
         means = terms.sums(self.network.finish_exchange(pending.between), self.rank)
         return spread(self, terms.params, means, self.rank)

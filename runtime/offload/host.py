@@ -73,7 +73,7 @@ class HostMemory(Protocol):
         """See :data:`AfterCopies`."""
 
 
-class AcceleratorHost:
+class AcceleratorHost(HostMemory):
     """The host of an accelerator, with a stream of its own for each direction.
 
     A transfer begins when the compute stream has come to where it was started, so that memory is used again in its
@@ -141,7 +141,6 @@ class AcceleratorHost:
     def start(
         self, way: Way, pairs: Pairs, arrived: Callable[[], None] | None = None, *, purpose: Purpose | None = None
     ) -> _Copying:
-        """See :class:`HostMemory`."""
         stream = self._down if way == "d2h" else self._up
         before = torch.accelerator.current_stream(self.device).record_event()
 
@@ -178,7 +177,6 @@ class AcceleratorHost:
             self._under_way.remove(copying)
 
     def after_copies(self, job: Callable[[], None]) -> Future[None]:
-        """See :data:`AfterCopies`."""
         copied = self._down.record_event()
 
         @torch.inference_mode()
@@ -189,7 +187,7 @@ class AcceleratorHost:
         return self._leaving.start(work)
 
 
-class _Copying:
+class _Copying(Transfer):
     """A transfer.
 
     Attributes:
@@ -211,12 +209,10 @@ class _Copying:
             self.begun.set_exception(error.with_traceback(None))
 
     def wait(self) -> None:
-        """See :class:`Transfer`."""
         torch.accelerator.current_stream(self._device).wait_event(self.begun.result())
         self._pairs = ()  # what uses the device's memory from here on does so after the transfer
 
     def arrive(self) -> None:
-        """See :class:`Transfer`."""
         self.begun.result().synchronize()
 
     def has_ended(self) -> bool:

@@ -12,12 +12,12 @@ from torch import Tensor
 from zerograph.core.machine import Way
 from zerograph.runtime.buffers import BufferPool
 from zerograph.runtime.offload.background import Background
-from zerograph.runtime.offload.host import Pairs
+from zerograph.runtime.offload.host import HostMemory, Pairs, Transfer
 from zerograph.runtime.offload.nvme import huge_tensor
 from zerograph.runtime.timings import Purpose, Timings
 
 
-class SimulatedHost:
+class SimulatedHost(HostMemory):
     """The host of a simulated accelerator: a CPU in a split machine (:attr:`~zerograph.core.machine.Machine.split`).
 
     A thread copies within the CPU's one memory, so that programs that move between host and device run without a GPU.
@@ -31,11 +31,9 @@ class SimulatedHost:
 
     @torch.inference_mode(False)
     def room(self, size: int) -> Tensor:
-        """See :class:`~zerograph.runtime.offload.host.HostMemory`."""
         return torch.empty(size, dtype=torch.uint8)
 
     def stage(self, size: int) -> Tensor:
-        """See :class:`~zerograph.runtime.offload.host.HostMemory`."""
         return self._staged.take(size)
 
     def above(self, size: int) -> Tensor:
@@ -45,7 +43,6 @@ class SimulatedHost:
     def start(
         self, way: Way, pairs: Pairs, arrived: Callable[[], None] | None = None, *, purpose: Purpose | None = None
     ) -> _Copying:
-        """See :class:`~zerograph.runtime.offload.host.HostMemory`."""
         for _, target in pairs:
             # All bits of a byte: not-a-number in any dtype that looks at it.
             target.fill_(torch.nan if target.is_floating_point() else 0xFF)
@@ -60,17 +57,15 @@ class SimulatedHost:
         return _Copying(self.after_copies(job))
 
     def after_copies(self, job: Callable[[], None]) -> Future[None]:
-        """See :data:`~zerograph.runtime.offload.host.AfterCopies`."""
         # Tensors of the caller's may be made in inference mode, which threads do not inherit.
         return self._copies.start(torch.inference_mode()(job))
 
 
-class _Copying:
+class _Copying(Transfer):
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def wait(self) -> None:
-        """See :class:`~zerograph.runtime.offload.host.Transfer`."""
         self._future.result()
 
     arrive = wait
