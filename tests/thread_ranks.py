@@ -19,6 +19,7 @@ from torch import Tensor
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import allocate_full, torch_dtype
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, describe_difference
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
 
@@ -110,21 +111,18 @@ class _Pending:
     params: Sequence[Param]
 
 
-class ThreadCommunicator:
-    """One rank's end of a :class:`ThreadGroup`; see :class:`~zerograph.runtime.comm.communicator.Communicator`.
+class ThreadCommunicator(Communicator):
+    """One rank's end of a :class:`ThreadGroup`.
 
     A result holds not-a-number until it is waited for, and what was sent may change from then on only.
     """
 
-    name, rendezvous, generation = "threads", None, 0
+    name = "threads"
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.group, self.rank, self.world_size, self.steps = group, rank, group.size, 0
         self._begun = 0
         self._flying: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # what was sent, and copies of it
-
-    def trim(self) -> None:
-        """Nothing is kept."""
 
     def rejoin(self) -> None:
         """Ranks do not go on after an error."""

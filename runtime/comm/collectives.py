@@ -17,7 +17,7 @@ from torch import Tensor
 from zerograph.core.errors import RankError
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
-from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype
+from zerograph.runtime.buffers import Full, allocate_full, torch_dtype
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
@@ -69,15 +69,10 @@ def _cast(params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
     return [s.detach().to(torch_dtype(p.compute_dtype)).contiguous() for p, s in zip(params, shards, strict=True)]
 
 
-class LoneCommunicator:
+class LoneCommunicator(Communicator):
     """The transport of a lone rank: its shards are whole, so that a gather casts them at most."""
 
-    name, rank, world_size, steps, generation = "no communication", 0, 1, 0, 0
-    rendezvous = None
-    pool: BufferPool | None = None
-
-    def trim(self) -> None:
-        """There is none."""
+    name, rank, world_size, steps = "no communication", 0, 1, 0
 
     def rejoin(self) -> None:
         """There is nobody."""
@@ -156,7 +151,7 @@ class _PendingExchange:
     alive: Tensor
 
 
-class GroupCommunicator:
+class GroupCommunicator(Communicator):
     """Collectives of ``torch.distributed``: NCCL, gloo, or any other backend.
 
     On NCCL the all-gathers of a bucket are coalesced into one launch and write straight into the full parameters;
@@ -174,8 +169,6 @@ class GroupCommunicator:
     they have enqueued; if these differ, every rank that failed raises, then and at every later program. A rank that
     did not fail waits on its device, which NCCL's own watchdog ends after the group's timeout.
     """
-
-    pool: BufferPool | None = None
 
     def __init__(
         self,
@@ -215,13 +208,6 @@ class GroupCommunicator:
         store = dist.PrefixStore(place, self.rendezvous.store.raw)
         timeout = timedelta(seconds=self.rendezvous.timeout)
         self.group = self.reduce_group = gloo_group(store, self.rank, self.world_size, timeout, self.device)
-
-    @property
-    def generation(self) -> int:
-        return self.rendezvous.generation if self.rendezvous is not None else 0
-
-    def trim(self) -> None:
-        """There is none."""
 
     def enter(self, entry: Entry, *, compared: bool = False) -> None:
         """Compare with the other ranks, on gloo; on NCCL that would wait for the device. See :class:`Communicator`."""

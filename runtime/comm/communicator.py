@@ -28,21 +28,20 @@ class Communicator(Protocol):
     world_size: int
     steps: int
     """Optimizer steps, as compared at the last entry."""
-
-    @property
-    def pool(self) -> BufferPool | None:
-        """Memory for what is gathered; None where the device's allocator has it."""
-
-    @property
-    def rendezvous(self) -> Rendezvous | None:
-        """How ranks meet after an error; None where they are simulated."""
+    pool: BufferPool | None = None
+    """Memory for what is gathered; None where the device's allocator has it."""
+    rendezvous: Rendezvous | None = None
+    """How ranks meet after an error; None where they are simulated."""
 
     @property
     def generation(self) -> int:
         """Counts the errors that ranks have recovered from."""
+        return self.rendezvous.generation if self.rendezvous is not None else 0
 
     def trim(self) -> None:
         """Let go of memory that is kept to be used again."""
+        if self.pool is not None:
+            self.pool.trim()
 
     def rejoin(self) -> None:
         """Meet the other ranks after an error, if there was one: before a program is entered, or compiled.

@@ -26,10 +26,7 @@ class _Under(NamedTuple):
 
 
 class ExpertCommunicator(PairedCommunicator):
-    """See :class:`~zerograph.runtime.comm.communicator.Communicator`; ``rank`` and ``world_size`` are those of all.
-
-    One collective of it may be one of each.
-    """
+    """``rank`` and ``world_size`` are those of all. One collective of it may be one of each transport."""
 
     def __init__(self, same: Communicator, everyone: Communicator) -> None:
         """``same`` connects the ranks that have the same experts as this one."""

@@ -28,7 +28,7 @@ class _PendingHybrid:
 
 
 class HybridCommunicator(PairedCommunicator):
-    """See :class:`~zerograph.runtime.comm.communicator.Communicator`; ``rank`` and ``world_size`` are those of shards.
+    """``rank`` and ``world_size`` are those of shards.
 
     A reduction goes on to the replicas when the next one begins, and is under way there meanwhile.
     """

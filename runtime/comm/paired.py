@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerograph.core.plan import Param
-from zerograph.runtime.buffers import BufferPool
 from zerograph.runtime.comm.communicator import Communicator, HostGathers
 from zerograph.runtime.comm.entry import Entry, sequence_of
 from zerograph.runtime.comm.rendezvous import Rendezvous
@@ -23,9 +22,8 @@ from zerograph.runtime.own_stream import Wait
 from zerograph.runtime.torch_private import gloo_group, name_group, unname_group
 
 
-class PairedCommunicator:
-    """See :class:`~zerograph.runtime.comm.communicator.Communicator`. Collectives are those of ``inner``, unless what
-    inherits this divides them.
+class PairedCommunicator(Communicator, HostGathers):
+    """Collectives are those of ``inner``, unless a subclass divides them.
 
     Both transports share one rendezvous, of all ranks: an error on one ends the program on all.
 
@@ -34,23 +32,14 @@ class PairedCommunicator:
     """
 
     per_host: int | None = None
-    pool: BufferPool | None
 
     def __init__(self, inner: Communicator, outer: Communicator) -> None:
         """Ranks of equal place in ``inner`` are those of one ``outer`` transport."""
         self.inner, self.outer, self.steps = inner, outer, 0
         self.name, self.rank, self.world_size, self.pool = inner.name, inner.rank, inner.world_size, inner.pool
+        self.rendezvous = outer.rendezvous
         if isinstance(inner, PairedCommunicator):
             self.per_host = inner.per_host
-
-    @property
-    def rendezvous(self) -> Rendezvous | None:
-        """That of all ranks."""
-        return self.outer.rendezvous
-
-    @property
-    def generation(self) -> int:
-        return self.outer.generation
 
     def trim(self) -> None:
         self.inner.trim()
@@ -162,8 +151,7 @@ def _close(name: str, own: list[dist.ProcessGroup]) -> None:
 
 
 class SpanningCommunicator(PairedCommunicator):
-    """See :class:`~zerograph.runtime.comm.communicator.Communicator`: of shards, beside ranks that compute other parts
-    of the same parameters.
+    """The transport of shards, beside ranks that compute other parts of the same parameters.
 
     Programs begin and end on both axes together. A rank begins one when those beside it do, as its graph has
     collectives with them; an error ends these too, where they have ``own`` connections.

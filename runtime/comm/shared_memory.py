@@ -26,6 +26,7 @@ import zerograph._core as _core
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype
+from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, describe_difference
 from zerograph.runtime.comm.rendezvous import Rendezvous, shared
 from zerograph.runtime.comm.store_client import StoreLost
@@ -70,10 +71,12 @@ class _Exchanging:
     coming: list[int]  # bytes of each rank's message for this one
 
 
-class SharedMemoryCommunicator:
-    """See :class:`~zerograph.runtime.comm.communicator.Communicator`."""
+class SharedMemoryCommunicator(Communicator):
+    """The transport whose messages are in a mailbox that ranks share."""
 
     name = "shared memory"
+    pool: BufferPool
+    rendezvous: Rendezvous
 
     def __init__(self, mailbox: _core.Mailbox, rendezvous: Rendezvous, ranks: Sequence[int]) -> None:
         """``ranks`` are those of the mailbox as ``rendezvous`` numbers them."""
@@ -85,13 +88,6 @@ class SharedMemoryCommunicator:
         self._salt = 0  # a part of every tag: of messages in other programs, and after other steps, none is equal
         rendezvous.present = _present(mailbox, ranks, rendezvous.present)
         weakref.finalize(self, mailbox.close)
-
-    @property
-    def generation(self) -> int:
-        return self.rendezvous.generation
-
-    def trim(self) -> None:
-        self.pool.trim()
 
     def start_gather(
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()

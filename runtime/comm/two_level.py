@@ -49,9 +49,7 @@ class _Exchanging:
 
 
 class TwoLevelCommunicator(PairedCommunicator):
-    """See :class:`~zerograph.runtime.comm.communicator.Communicator`.
-
-    A reduction is summed in the host when it begins, which waits for the ranks of that, and is under way over the
+    """A reduction is summed in the host when it begins, which waits for the ranks of that, and is under way over the
     network until it is finished. Of an unsharded parameter every rank then has the means of a part, which are gathered.
     """
 
@@ -63,7 +61,6 @@ class TwoLevelCommunicator(PairedCommunicator):
         super().__init__(host, network)
         self.host, self.network = host, network
         self.hosts, self.per_host = network.world_size, host.world_size
-        self.pool = host.pool
         self.rank, self.world_size = network.rank * self.per_host + host.rank, self.hosts * self.per_host
         self.name = f"{host.name} in each of {self.hosts} hosts, between them {network.name}"
         self._peers = range(host.rank, self.world_size, self.per_host)  # the ranks of this place
