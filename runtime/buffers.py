@@ -24,7 +24,6 @@ class Full:
     padded buffer are the parameter itself: a view, no copy.
     """
 
-    buffer: Tensor
     padded: list[Tensor]
     tensors: list[Tensor]
 
@@ -86,7 +85,7 @@ def allocate_full(params: Sequence[Param], device: torch.device, pool: BufferPoo
         dtype = torch_dtype(p.compute_dtype)
         padded.append(buffer[offset : offset + p.padded_elements * dtype.itemsize].view(dtype))
     tensors = [flat[: p.elements].view(p.shape) for p, flat in zip(params, padded, strict=True)]
-    return Full(buffer, padded, tensors)
+    return Full(padded, tensors)
 
 
 def aligned(size: int) -> int:

@@ -267,11 +267,6 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
-def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Another group of the ranks of ``group``, as :func:`group_among` makes it."""
-    return group_among(dist.get_process_group_ranks(group), group, device, "zerograph-reduce")
-
-
 def group_among(
     ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device, description: str
 ) -> dist.ProcessGroup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -25,7 +25,7 @@ from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.waiting import BegunWait
 from zerograph.runtime.comm.wires import Terms, spread
 from zerograph.runtime.own_stream import OwnStream, Wait
-from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, second_group
+from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, group_among
 
 # Renamed in torch 2.13, which warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -127,11 +127,10 @@ class _Flight:
 
 @dataclass(slots=True)
 class _PendingGather:
-    params: Sequence[Param]
     full: Full
-    works: list[_Flight]
-    received: list[Tensor] = field(default_factory=list)
-    alive: list[Tensor] = field(default_factory=list)  # that the collective reads
+    work: _Flight
+    alive: list[Tensor]  # that the collective reads
+    received: Tensor | None = None  # messages that are still to be copied out
 
 
 @dataclass(slots=True)
@@ -195,7 +194,9 @@ class GroupCommunicator(Communicator):
         has_streams = device.type != "cpu" and transport != "gloo"
         self._gathers, self._reductions = (OwnStream(device) if has_streams else None for _ in range(2))
         two = has_streams and gathers and group.size() > 1
-        self.reduce_group = second_group(group, device) if two else group
+        self.reduce_group = group
+        if two:
+            self.reduce_group = group_among(dist.get_process_group_ranks(group), group, device, "zerograph-reduce")
         if self.compares:
             self._connect()
 
@@ -330,7 +331,7 @@ class GroupCommunicator(Communicator):
         if self._gathers is None:
             received, flat = self._messages(padded_shards(params, shards, self.device), full)
             flight = self._launch(None, _all_gather, received, flat, group=self.group)
-            return _PendingGather(params, full, [flight], [received], [flat])
+            return _PendingGather(full, flight, [flat], received)
         with self._gathers.behind(behind):
             # What is made here has memory of this stream, and goes back to it.
             sends = padded_shards(params, shards, self.device)
@@ -342,7 +343,7 @@ class GroupCommunicator(Communicator):
                 received, flat = self._messages(sends, full)
                 _all_gather(received, flat, group=self.group)
                 self._copy_out(received, full)
-            return _PendingGather(params, full, [self._fly(self._gathers.end())], alive=[*sends, *shards])
+            return _PendingGather(full, self._fly(self._gathers.end()), [*sends, *shards])
 
     def _messages(self, sends: Sequence[Tensor], full: Full) -> tuple[Tensor, Tensor]:
         """Memory for the messages of all ranks, and this one's: as bytes, since the parameters of a bucket may have
@@ -362,10 +363,9 @@ class GroupCommunicator(Communicator):
             offset += out.shape[1]
 
     def finish_gather(self, pending: _PendingGather) -> list[Tensor]:
-        for work in pending.works:
-            self._wait(work)
-        for received in pending.received:
-            self._copy_out(received, pending.full)
+        self._wait(pending.work)
+        if pending.received is not None:
+            self._copy_out(pending.received, pending.full)
         return pending.full.tensors
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingReduce:

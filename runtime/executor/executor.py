@@ -124,7 +124,7 @@ class Executor:
                 run(instruction, registers)
                 for register in dead:
                     registers[register] = None
-            self.store.wait_for_gradients()
+            self.store.gradients.wait()
             self.store.saved.wait()
             self.store.wait_for_parameters()
             if self.sequence:
@@ -322,7 +322,8 @@ class Executor:
         # What no_sync holds back is whole, and here; autograd gets marks in its place.
         if not self.accumulation.active and instruction.complete:
             if instruction.target == "host":
-                there = self.early.take(instruction.bucket, instruction.params, there, self.store.gradients.arrival())
+                arrived = self.store.locations.hosted.arrival()
+                there = self.early.take(instruction.bucket, instruction.params, there, arrived)
             else:
                 self.early.wait(LEAVING)
         for register, tensor in zip(instruction.writes, there, strict=True):
@@ -356,7 +357,7 @@ class Executor:
             if not instruction.leaves and self.store.gradients.left_behind(params):
                 results = self.store.gradients.spill(params, results)
                 if instruction.tiles > 1:
-                    self.store.wait_for_gradients()  # before a tile is put in its place
+                    self.store.gradients.wait()  # before a tile is put in its place
             else:
                 here = instruction.updatable
                 left = self.early.take(instruction.bucket, [params[k] for k in here], [results[k] for k in here])

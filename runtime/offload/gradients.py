@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -117,10 +117,6 @@ class OffloadedGradients:
             self._spilled = SpilledGradients(params, room.arena, of_gradients, room.extent, after_copies)
         self._slots.wait()
         return self._spilled
-
-    def arrival(self) -> Callable[[], None]:
-        """A function that waits for the gradients that are on their way to the host now."""
-        return self._locations.hosted.arrival()
 
     def wait_for_nvme(self) -> None:
         """Return when those that go to NVMe are there.

@@ -68,7 +68,7 @@ class ShardStore:
         bytes, None where there may be no more."""
         self.locations, self.timings = Locations(params), Timings()
         self.room = ArenaRoom(open_arena, self._reclaim)
-        self.slots = Slots(self.room, self.locations, self.wait_for_gradients)
+        self.slots = Slots(self.room, self.locations, lambda: self.gradients.wait())  # noqa: PLW0108  # made below
         self.gradients = OffloadedGradients(self.room, self.locations, self.slots)
         self.copies = Copies(self.room, self.locations, self.slots)
         self.fetches = Fetches(self.room, self.locations, self.copies, self.timings)
@@ -285,14 +285,6 @@ class ShardStore:
         gradients have left the slots."""
         self.gradients.wait_for_nvme()
         return self.slots.in_background(work, more=more)
-
-    def wait_for_gradients(self) -> None:
-        """Return when all that are on their way have arrived.
-
-        Raises:
-            StorageError: a transfer failed.
-        """
-        self.gradients.wait()
 
     def wait_for_parameters(self) -> None:
         """Return when no program reads what is on the host any more."""

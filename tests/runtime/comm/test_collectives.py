@@ -182,7 +182,7 @@ def _given_up() -> None:
     full = comm.finish_gather(comm.start_gather(sharded, shards))
     assert all(torch.equal(f, values(p).to(f)) for p, f in zip(sharded, full, strict=True))
     pending = comm.start_gather(sharded, shards)
-    (flight,) = pending.works
+    flight = pending.work
     flight.work = landing = Landing(flight.work, pending.full.tensors[0])
     comm.abort("an error")
     assert landing.work is None and flight.work is None
