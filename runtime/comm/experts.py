@@ -35,7 +35,6 @@ class ExpertCommunicator(PairedCommunicator):
         self.name = f"{everyone.name}; of experts {same.name}"
         self.rank, self.world_size, self.pool = everyone.rank, everyone.world_size, everyone.pool
         self.per_host = everyone.per_host if isinstance(everyone, PairedCommunicator) else None
-        self._of_same: dict[Param, Param] = {}
 
     def _parts(self, params: Sequence[Param]) -> Iterator[tuple[Communicator, list[int], list[Param], int]]:
         """What connects the ranks that share some of ``params``, the places of these, and what they are to it:
@@ -45,12 +44,7 @@ class ExpertCommunicator(PairedCommunicator):
             if experts == 1:
                 yield self.everyone, places, [params[place] for place in places], 1
             else:
-                yield self.same, places, [self._to_same(params[place]) for place in places], experts
-
-    def _to_same(self, param: Param) -> Param:
-        if param not in self._of_same:
-            self._of_same[param] = replace(param, experts=1)
-        return self._of_same[param]
+                yield self.same, places, [replace(params[place], experts=1) for place in places], experts
 
     def start_gather(
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
