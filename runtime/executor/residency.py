@@ -21,13 +21,23 @@ from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.torch_private import local_tensor
 
 
+def moving_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of an optimizer's groups whose parameters a step changes. DCP steps once with learning rates of 0, on some
+    ranks, to make states."""
+    return [group for group in groups if group.get("lr") != 0]
+
+
+def params_in(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """The parameters of some groups of an optimizer."""
+    return [p for group in groups for p in group["params"]]
+
+
 class StepCount:
     """Steps of optimizers so far; shared by all frames of one backend.
 
     Attributes:
         value: of optimizers that write to memory of the backend's parameters, these themselves or views of them.
-        own: of those that hold parameters of the backend, as all ranks must have taken alike. Not counted is the step
-            with a learning rate of 0 by which DCP makes states: a rank that has them takes none.
+        own: of those that move parameters of the backend, as all ranks must have taken alike.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -55,13 +65,12 @@ class StepCount:
         self.own += 1
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        known = {id(p) for p in self._params.values()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        moving = (p for group in optimizer.param_groups if group.get("lr") != 0 for p in group["params"])
+        groups, known = optimizer.param_groups, {id(p) for p in self._params.values()}
+        held = params_in(groups)
         # One of a probe on one rank alone is nothing to us, where other ranks trust what they have gathered.
         if any(id(p) in known for p in held) or not _memory(held).isdisjoint(_memory(self._params.values())):
             self.value += 1
-        self.own += any(id(p) in known for p in moving)
+        self.own += any(id(p) in known for p in params_in(moving_groups(groups)))
 
 
 def _memory(tensors: Iterable[Tensor]) -> set[int]:

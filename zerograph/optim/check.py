@@ -27,7 +27,7 @@ from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.dtensors import is_sharded
 from zerograph.runtime.executor.accumulation import GradientAccumulation
-from zerograph.runtime.executor.residency import StepCount
+from zerograph.runtime.executor.residency import StepCount, moving_groups, params_in
 from zerograph.runtime.executor.telemetry import Telemetry
 from zerograph.runtime.offload.shards import ShardStore
 
@@ -82,7 +82,7 @@ class OptimizerCheck:
             if live is not None and live._holds_own(optimizer):
                 live._telemetry.updated()
                 if not isinstance(optimizer, HostOptimizer):
-                    live._store.copies.touched(_params_of(optimizer))
+                    live._store.copies.touched(params_in(optimizer.param_groups))
 
         def failed_step(optimizer: Optimizer, error: BaseException) -> None:
             live = check()
@@ -112,9 +112,9 @@ class OptimizerCheck:
             if averages or any(map(is_sharded, self._own(optimizer))):
                 optimizer.communicator = weakref.ref(ranks)
         if self._holds_own(optimizer):
-            if _moves(optimizer):
+            if moving_groups(optimizer.param_groups):
                 self._complete()
-            delayed.settle(_params_of(optimizer))
+            delayed.settle(params_in(optimizer.param_groups))
             if isinstance(optimizer, HostOptimizer):
                 optimizer.steps, optimizer.accumulation = self._steps, self._accumulation
             self._refuse_updated(optimizer)
@@ -122,7 +122,7 @@ class OptimizerCheck:
             self._telemetry.updating()
 
     def _refuse_updated(self, optimizer: Optimizer) -> None:
-        own = {id(p) for p in _params_of(optimizer)}
+        own = {id(p) for p in params_in(optimizer.param_groups)}
         for early in overlapping():
             if early is not getattr(optimizer, "early", None) and own & early.updated:
                 early.abandon(f"{type(optimizer).__name__}.step() found its parameters updated by another optimizer")
@@ -160,7 +160,7 @@ class OptimizerCheck:
             return
         known, mine = optimizer.store, self._store
         if known is not None and known is not mine and mine.room.opened is not None:
-            own = {id(p) for p in _params_of(optimizer)}
+            own = {id(p) for p in params_in(optimizer.param_groups)}
             if own & (known.locations.places().keys() - mine.locations.places().keys()):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} holds parameters of two backends that keep states on NVMe",
@@ -183,7 +183,7 @@ class OptimizerCheck:
 
     def _own(self, optimizer: Optimizer) -> Iterator[Tensor]:
         """The parameters of the backend that ``optimizer`` updates."""
-        return (p for p in _params_of(optimizer) if id(p) in self._params)
+        return (p for p in params_in(optimizer.param_groups) if id(p) in self._params)
 
     def _holds_own(self, optimizer: Optimizer) -> bool:
         return any(True for _ in self._own(optimizer))
@@ -195,7 +195,7 @@ class OptimizerCheck:
         ShardingError: the ``.data`` of one of them was assigned, which does nothing.
         ZeroGraphError: a part of the gradients is held back.
         """
-        if not _moves(optimizer):
+        if not moving_groups(optimizer.param_groups):
             return
         takes = isinstance(optimizer, HostOptimizer) and optimizer.takes_local_gradients
         if self._accumulation.names and self._holds_own(optimizer) and not (takes and self._accumulation.taker):
@@ -204,7 +204,7 @@ class OptimizerCheck:
 
     def _look_at(self, optimizer: Optimizer) -> None:
         self._refuse_assigned(optimizer)
-        foreign = {id(p) for p in _params_of(optimizer) if id(p) not in self._params and p.grad is not None}
+        foreign = {id(p) for p in params_in(optimizer.param_groups) if id(p) not in self._params and p.grad is not None}
         looked_at = len(self._params), len(foreign)
         if self._passed.get(optimizer) == looked_at:
             return
@@ -270,7 +270,7 @@ class OptimizerCheck:
                 "stage=0 or stage=1 on a mesh of one axis, with nothing offloaded; or AdamW, with reduce_wire= where "
                 "links are slow",
             )
-        others = self._accumulation.left_out(set(map(id, _params_of(optimizer))))
+        others = self._accumulation.left_out(set(map(id, params_in(optimizer.param_groups))))
         if others or foreign:
             what = f"{len(others)} trainable parameters of the backend are in no group of it, the first {others[:1]}"
             what = what if others else f"{foreign} parameters with gradients are not of this backend"
@@ -281,7 +281,7 @@ class OptimizerCheck:
             )
 
     def _refuse_replaced(self, optimizer: Optimizer) -> None:
-        old = sum(p in self._replaced for p in _params_of(optimizer))
+        old = sum(p in self._replaced for p in params_in(optimizer.param_groups))
         if old:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} holds {old} parameters that the model no longer has: its first call put "
@@ -317,12 +317,3 @@ class _WeakTensor(NamedTuple):
 
     def is_of(self, param: DTensor) -> bool:
         return self.param() is param
-
-
-def _moves(optimizer: Optimizer) -> bool:
-    """Whether a step changes anything. DCP steps once with learning rates of 0, on some ranks, to make the states."""
-    return any(group.get("lr") != 0 for group in optimizer.param_groups)
-
-
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -39,7 +39,7 @@ from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.dtensors import Groups
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import Arrival
-from zerograph.runtime.executor.residency import StepCount
+from zerograph.runtime.executor.residency import StepCount, moving_groups
 from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
@@ -159,7 +159,7 @@ class HostOptimizer(Optimizer):
                 self.late.refuse("a closure", "call backward() yourself, then step()")
             with torch.enable_grad():
                 loss = closure()
-        if self.late is not None and self.late.moves:
+        if self.late is not None and moving_groups(self.param_groups):
             self.late.step(grad_scale, clip)
         else:
             self.start(grad_scale, clip).wait()

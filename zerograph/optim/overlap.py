@@ -19,6 +19,7 @@ from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.executor import early
 from zerograph.runtime.executor.early import Arrival
+from zerograph.runtime.executor.residency import moving_groups
 from zerograph.runtime.torch_private import local_tensor
 
 
@@ -164,7 +165,7 @@ class EarlySteps(StepsOf):
                 "compute with them inside of the model only, or give them to an optimizer without overlap; then load a "
                 "checkpoint",
             )
-        if self.moves and not self.updated and all(p.grad is None for p in self.params):
+        if moving_groups(self.optimizer.param_groups) and not self.updated and all(p.grad is None for p in self.params):
             self._refuse_idle()
         return self.updated
 

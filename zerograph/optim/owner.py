@@ -15,7 +15,7 @@ from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.executor.early import Arrival
-from zerograph.runtime.executor.residency import StepCount
+from zerograph.runtime.executor.residency import StepCount, params_in
 from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import versions
 
@@ -80,12 +80,7 @@ class StepsOf:
     @property
     def params(self) -> list[Tensor]:
         """All that the optimizer has."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    @property
-    def moves(self) -> bool:
-        """Whether a step changes parameters: by one with learning rates of 0 DCP makes states."""
-        return any(group.get("lr") != 0 for group in self.optimizer.param_groups)
+        return params_in(self.optimizer.param_groups)
 
     def failed(self, error: BaseException) -> None:
         """An update ended half done by ``error``, which is on its way to the caller: the other ranks hear of it."""

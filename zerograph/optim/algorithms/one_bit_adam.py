@@ -35,6 +35,7 @@ from zerograph.runtime.comm.feedback import Errors, anywhere, average, no_errors
 from zerograph.runtime.dtensors import is_sharded, own_slices, shared_by_us, split_dim, unfolded
 from zerograph.runtime.executor.accumulation import are_marks
 from zerograph.runtime.executor.local_gradients import HINT, LocalGradients
+from zerograph.runtime.executor.residency import moving_groups, params_in
 from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class OneBitAdam(HostOptimizer):
         return any(group["taken"] >= group["freeze_step"] for group in self.param_groups)
 
     def _unreduced(self) -> Iterable[Tensor]:
-        return (p for group in self.param_groups for p in group["params"]) if self.is_frozen else ()
+        return params_in(self.param_groups) if self.is_frozen else ()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, before ``freeze_step``.
@@ -204,13 +205,13 @@ class OneBitAdam(HostOptimizer):
     def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         """Begin a step of AdamW; or, once frozen, make a whole one."""
         self._refuse_dtypes()
-        moves = any(float(group["lr"]) for group in self.param_groups)
+        moves = bool(moving_groups(self.param_groups))
         if not self.is_frozen:
             pending = super().start(grad_scale, clip)
         else:
             self._refuse_where_frozen(clip)
             pending = PendingUpdate(None, ())  # it is made before it is returned
-            if moves:  # DCP makes states by a step without, on some ranks alone
+            if moves:
                 self._step_frozen(float(grad_scale) if grad_scale is not None else 1.0)
         for group in self.param_groups:
             group["taken"] += moves
@@ -298,8 +299,7 @@ class OneBitAdam(HostOptimizer):
             group["corrected"] = True
 
     def _refuse_dtypes(self) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        other = next((p.dtype for p in params if p.dtype != torch.float32), None)
+        other = next((p.dtype for p in params_in(self.param_groups) if p.dtype != torch.float32), None)
         if other is not None:
             raise UnsupportedError(
                 f"OneBitAdam got a parameter of {other}, and averages momenta in float32",
