@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,19 +77,30 @@ def refuse_beside_programs(name: str, overlap: object, delayed: object, why: str
         )
 
 
-def are_right(values: Mapping[str, Any], **checks: Callable[[Any], bool]) -> bool:
-    """Whether each of ``checks`` holds for the value of its name."""
+def require_ranges(
+    what: str,
+    values: Mapping[str, Any],
+    names: Sequence[str] = ("lr", "betas", "eps", "weight_decay"),
+    hint: str = "",
+    **checks: Callable[[Any], bool],
+) -> None:
+    """Require that the numbers called ``names`` are not negative, that betas are at least 0 and less than 1, and that
+    ``checks`` hold, each of the value of its name. ``what`` got the values; ``hint`` says what ``checks`` ask for."""
+    checks = {name: _are_betas if name == "betas" else _is_at_least_0 for name in names} | checks
+    shown = ", ".join(f"{name}={values[name]!r:.80}" for name in checks)
+    *others, last = (name for name in names if name != "betas")
+    ranges = f"{', '.join(others)} and {last} are not negative"
+    ranges += ", betas are two numbers of at least 0 and less than 1" * ("betas" in names)
     try:
-        return all(check(values[name]) for name, check in checks.items())
+        right = all(check(values[name]) for name, check in checks.items())
     except (TypeError, RuntimeError):  # no numbers, or tensors of several
-        return False
+        right = False
+    require(right, f"{what}({shown})", ranges + hint)
 
 
-def is_at_least_0(value: Any) -> bool:
-    """For :func:`are_right`."""
+def _is_at_least_0(value: Any) -> bool:
     return bool(value >= 0)
 
 
-def are_betas(value: Any) -> bool:
-    """For :func:`are_right`: two numbers in [0, 1)."""
+def _are_betas(value: Any) -> bool:
     return len(value) == 2 and all(0 <= beta < 1 for beta in value)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerograph.core.arguments import require
 from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
 from zerograph.optim.clip import groups_in, groups_of, our_group, over_our_ranks, over_ranks, power_sums
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.joint import in_order
-from zerograph.optim.options import Options, are_betas, are_right, is_at_least_0, refuse_beside_programs
+from zerograph.optim.options import Options, refuse_beside_programs, require_ranges
 from zerograph.runtime.dtensors import Groups
 
 
@@ -150,10 +149,6 @@ class LAMB(HostOptimizer):
     ) -> None:
         refuse_beside_programs("LAMB", overlap, delayed, "needs norms of whole tensors")
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        require(
-            are_right(defaults, lr=is_at_least_0, eps=is_at_least_0, weight_decay=is_at_least_0, betas=are_betas),
-            f"LAMB(lr={lr!r:.80}, betas={betas!r:.80}, eps={eps!r:.80}, weight_decay={weight_decay!r:.80})",
-            "lr, eps and weight_decay are not negative, betas are two numbers of at least 0 and less than 1",
-        )
+        require_ranges("LAMB", defaults)
         defaults["betas"] = tuple(betas)
         super().__init__(params, Options(master, skip_nonfinite), defaults)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import zerograph._core as _core
-from zerograph.core.arguments import require, require_flag
+from zerograph.core.arguments import require_flag
 from zerograph.optim.algorithm import Algorithm, OnDevice
 from zerograph.optim.host import HostOptimizer
-from zerograph.optim.options import Options, are_betas, are_right, is_at_least_0
+from zerograph.optim.options import Options, require_ranges
 
 
 def _on_device(own: OnDevice) -> None:
@@ -69,11 +69,7 @@ class Lion(HostOptimizer):
         warmup: int = 0,
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        require(
-            are_right(defaults, lr=is_at_least_0, weight_decay=is_at_least_0, betas=are_betas),
-            f"Lion(lr={lr!r:.80}, betas={betas!r:.80}, weight_decay={weight_decay!r:.80})",
-            "lr and weight_decay are not negative, betas are two numbers of at least 0 and less than 1",
-        )
+        require_ranges("Lion", defaults, ("lr", "betas", "weight_decay"))
         require_flag("maximize", maximize, "True goes up the gradient")
         defaults["betas"] = tuple(betas)
         super().__init__(params, Options(master, skip_nonfinite, overlap, delayed, warmup), defaults)

@@ -25,7 +25,7 @@ from zerograph.optim.host import HostOptimizer
 from zerograph.optim.joint import in_order
 from zerograph.optim.matrices import SENT, SplitMatrix, here, on_owners
 from zerograph.optim.newton_schulz import Iterations, orthogonalized
-from zerograph.optim.options import Options, are_betas, are_right, is_at_least_0, refuse_beside_programs
+from zerograph.optim.options import Options, refuse_beside_programs, require_ranges
 from zerograph.runtime.dtensors import is_replicated, is_split_by_rows, shard_ranks
 from zerograph.runtime.joined import our_axes
 
@@ -211,37 +211,26 @@ class Muon(HostOptimizer):
             for name in self.defaults.keys() - _ADAMW.keys() - param_group.keys():
                 del added[name]
         try:
-            (_check if use_muon else _check_adamw)(added)
+            if use_muon:
+                _check(added)
+            else:
+                require_ranges("a group of Muon with use_muon=False: AdamW", added)
         except ConfigError:
             self.param_groups.pop()
             raise
 
 
-def _check_adamw(group: Mapping[str, Any]) -> None:
-    require(
-        are_right(group, lr=is_at_least_0, eps=is_at_least_0, weight_decay=is_at_least_0, betas=are_betas),
-        f"a group of Muon with use_muon=False and {_shown(group, *_ADAMW)}",
-        "lr, eps and weight_decay are not negative, betas are two numbers of at least 0 and less than 1",
-    )
-
-
 def _check(group: Mapping[str, Any]) -> None:
-    names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-    require(
-        are_right(
-            group,
-            lr=is_at_least_0,
-            weight_decay=is_at_least_0,
-            momentum=is_at_least_0,
-            nesterov=lambda value: type(value) is bool,
-            ns_coefficients=lambda value: len(value) == 3 and all(math.isfinite(one) for one in value),
-            eps=is_at_least_0,
-            ns_steps=lambda value: type(value) is int and 0 <= value < 100,
-            adjust_lr_fn=lambda value: value in (None, "original", "match_rms_adamw"),
-        ),
-        f"Muon({_shown(group, *names)})",
-        "lr, weight_decay, momentum and eps are not negative, ns_coefficients are three numbers, ns_steps is below 100,"
-        ' adjust_lr_fn is "original" or "match_rms_adamw"',
+    require_ranges(
+        "Muon",
+        group,
+        ("lr", "weight_decay", "momentum", "eps"),
+        hint=', ns_coefficients are three numbers, ns_steps is below 100, adjust_lr_fn is "original" or '
+        '"match_rms_adamw"',
+        nesterov=lambda value: type(value) is bool,
+        ns_coefficients=lambda value: len(value) == 3 and all(math.isfinite(one) for one in value),
+        ns_steps=lambda value: type(value) is int and 0 <= value < 100,
+        adjust_lr_fn=lambda value: value in (None, "original", "match_rms_adamw"),
     )
     shapes = [tuple(param.shape) for param in group["params"] if param.ndim != 2]
     require(
@@ -249,7 +238,3 @@ def _check(group: Mapping[str, Any]) -> None:
         f"Muon orthogonalizes matrices, and {len(shapes)} parameters are none, the first of shape {(*shapes, ())[0]}",
         'give those to AdamW: Muon([{"params": matrices}, {"params": rest, "use_muon": False, "lr": 3e-4}])',
     )
-
-
-def _shown(group: Mapping[str, Any], *names: str) -> str:
-    return ", ".join(f"{name}={group[name]!r:.80}" for name in names)

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zerograph.core.arguments import require
 from zerograph.core.errors import UnsupportedError
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.optim.algorithms.adam import ADAM
 from zerograph.optim.clip import power_sums
 from zerograph.optim.host import HostOptimizer
-from zerograph.optim.options import Options, are_betas, are_right, is_at_least_0, refuse_beside_programs
+from zerograph.optim.options import Options, refuse_beside_programs, require_ranges
 from zerograph.optim.tensors import names_in
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.collectives import LoneCommunicator, together
@@ -378,17 +377,9 @@ def _gather_momenta(rows: Sequence[_Row], comm: Communicator) -> None:
 
 
 def _check(group: Mapping[str, Any], freeze_step: int) -> None:
-    names = ("lr", "betas", "eps", "weight_decay", "freeze_step")
-    require(
-        are_right(
-            group,
-            lr=is_at_least_0,
-            betas=are_betas,
-            eps=is_at_least_0,
-            weight_decay=is_at_least_0,
-            freeze_step=lambda value: type(value) is int and value > 0 and value == freeze_step,
-        ),
-        f"OneBitAdam({', '.join(f'{name}={group[name]!r:.80}' for name in names)})",
-        "lr, eps and weight_decay are not negative, betas are two numbers of at least 0 and less than 1, freeze_step "
-        "is a number of steps, at least 1 and the same for all groups",
+    require_ranges(
+        "OneBitAdam",
+        group,
+        hint=", freeze_step is a number of steps, at least 1 and the same for all groups",
+        freeze_step=lambda value: type(value) is int and value > 0 and value == freeze_step,
     )
