@@ -17,7 +17,7 @@ from torch import Tensor
 from zerograph.core.errors import RankError
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Param
-from zerograph.runtime.buffers import Full, allocate_full, torch_dtype
+from zerograph.runtime.buffers import Full, allocate_full, dtype_name, torch_dtype
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.comm.packing import gradient_message, padded_shards
@@ -51,12 +51,17 @@ def sum_over_ranks(comm: Communicator, value: Tensor, program: str, names: Itera
     Every rank adds up all values in the order of ranks, in float64, so all have the same sum. Ranks compare the
     ``names`` of several.
     """
-    double, shape = "float64", (comm.world_size, *value.shape)
-    rows = Layout("rows", comm.world_size)
-    param = Param(f"a number of the {program}", shape, double, double, double, False, rows)
-    with together(comm, Entry(program, sequence_of([param.name, *names]), comm.steps)):
-        (values,) = comm.finish_gather(comm.start_gather([param], [value.double().unsqueeze(0)]))
-    return values.sum(0)
+    name = f"a number of the {program}"
+    with together(comm, Entry(program, sequence_of([name, *names]), comm.steps)):
+        return of_all_ranks(comm, name, value.double()).sum(0)
+
+
+def of_all_ranks(comm: Communicator, name: str, value: Tensor) -> Tensor:
+    """The ``value`` of each rank, who all call this inside of one program: ``[ranks, *value.shape]``."""
+    dtype, shape = dtype_name(value.dtype), (comm.world_size, *value.shape)
+    param = Param(name, shape, dtype, dtype, dtype, False, Layout("rows", comm.world_size))
+    (found,) = comm.finish_gather(comm.start_gather([param], [value.unsqueeze(0)]))
+    return found
 
 
 class _PendingCast(NamedTuple):

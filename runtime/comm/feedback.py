@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
+from zerograph.runtime.comm.collectives import of_all_ranks
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.wires import Terms, decode, elements_of
 
@@ -46,10 +47,7 @@ def no_errors(param: Param, rank: int, device: torch.device) -> Errors:
 
 def anywhere(comm: Communicator, flag: Tensor) -> bool:
     """Whether ``flag``, a 0-d bool, holds on some rank; all call this inside of one program."""
-    byte, ranks = "uint8", comm.world_size
-    param = Param("a flag of each rank", (ranks,), byte, byte, byte, False, Layout("rows", ranks))
-    (found,) = comm.finish_gather(comm.start_gather([param], [flag.to(torch.uint8).view(1)]))
-    return bool(found.any())
+    return bool(of_all_ranks(comm, "a flag of each rank", flag.to(torch.uint8)).any())
 
 
 def average(
@@ -78,7 +76,7 @@ def average(
     for which, (param, mean, error) in enumerate(zip(params, means, errors, strict=True)):
         lost = _write(terms, reply, which, _padded(mean + error.averaged, 1, param.summed_elements))
         error.averaged.copy_(lost[0, : mean.numel()])
-    yield from _decoded(terms, _gathered(comm, reply[0]))
+    yield from _decoded(terms, of_all_ranks(comm, "averages as signs", reply[0]))
 
 
 def _padded(value: Tensor, ranks: int, elements: int) -> Tensor:
@@ -96,14 +94,6 @@ def _write(terms: Terms, messages: Tensor, which: int, parts: Tensor) -> Tensor:
     came = torch.empty_like(parts)
     decode("sign", terms.room_of(messages, which), came)
     return parts.sub_(came)
-
-
-def _gathered(comm: Communicator, message: Tensor) -> Tensor:
-    """The messages of all ranks: ``[ranks, bytes]``."""
-    byte, ranks = "uint8", comm.world_size
-    param = Param("averages as signs", (ranks * message.numel(),), byte, byte, byte, False, Layout("rows", ranks))
-    (found,) = comm.finish_gather(comm.start_gather([param], [message]))
-    return found.view(ranks, -1)
 
 
 def _decoded(terms: Terms, messages: Tensor) -> Iterator[Tensor]:
