@@ -32,7 +32,7 @@ Arrival = Callable[[], None]
 
 
 class Updater(Protocol):
-    """An optimizer that updates inside of backwards; ``str`` of it is its name.
+    """The updates of an optimizer inside of backwards; ``str`` of them is its name.
 
     Attributes:
         updated: parameters, by ``id``, that it has updated since its last step.
@@ -44,6 +44,10 @@ class Updater(Protocol):
     updated: set[int]
     iteration: object
     backward: int | None
+
+    def __init__(self) -> None:
+        self.updated, self.iteration, self.backward = set(), object(), None
+        _ALL.add(self)
 
     @property
     def is_current(self) -> bool: ...
@@ -62,16 +66,12 @@ class Updater(Protocol):
         """Return when no more than ``most`` such updates are under way."""
 
     def abandon(self, why: str) -> None:
-        """A backward failed: what was updated cannot be taken back. Nothing is under way any more then."""
+        """A backward failed: what it has updated cannot be taken back, so that nothing goes on before a checkpoint is
+        loaded. Nothing is under way any more then."""
 
 
 _ALL: weakref.WeakSet[Updater] = weakref.WeakSet()
 """Of all backends: an optimizer is made before any of them knows it, and each looks for its own."""
-
-
-def follow(updater: Updater) -> None:
-    """There is one more."""
-    _ALL.add(updater)
 
 
 def living() -> list[Updater]:

@@ -18,32 +18,23 @@ from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.executor import early
-from zerograph.runtime.executor.early import Arrival
+from zerograph.runtime.executor.early import Arrival, Updater
 from zerograph.runtime.executor.residency import moving_groups
 from zerograph.runtime.torch_private import local_tensor
 
 
-class EarlySteps(StepsOf):
-    """An :class:`~zerograph.runtime.executor.early.Updater`.
-
-    Attributes:
-        updated: by ``id``, the parameters that backwards have updated since the last step.
-        iteration: another object from step to step.
-        backward: the number of the one that updates now; None once it has ended.
-    """
+class EarlySteps(StepsOf, Updater):
+    """Those of a native optimizer."""
 
     def __init__(self, optimizer: Owner) -> None:
         from zerograph.sharding.foreign_code import explain_clipping  # imports Dynamo, and that Triton
 
-        super().__init__(optimizer)
+        StepsOf.__init__(self, optimizer)
+        Updater.__init__(self)
         self._under_way: list[PendingUpdate] = []
         self._begun = self._begun_before = 0  # in this iteration, and in the last one
         self._groups: dict[int, int] = {}  # by ``id`` of a parameter, in the backward that runs
         self._values: list[dict[str, Any]] = []  # of the groups, then
-        self.updated: set[int] = set()
-        self.iteration = object()
-        self.backward: int | None = None
-        early.follow(self)
         explain_clipping()
 
     @property
@@ -122,8 +113,6 @@ class EarlySteps(StepsOf):
             raise
 
     def abandon(self, why: str) -> None:
-        """A backward failed: what it has updated cannot be taken back, so that nothing goes on before a checkpoint is
-        loaded. Nothing is under way any more then."""
         for pending in self._under_way:
             with contextlib.suppress(Exception):  # the first error is on its way to the caller
                 pending.wait()
