@@ -11,7 +11,6 @@ from zerograph.core.machine import Tier, is_disk
 from zerograph.core.plan import Param, ParamTile
 from zerograph.runtime.buffers import tile_of
 from zerograph.runtime.offload.blocks import Block
-from zerograph.runtime.offload.extents import Extent
 from zerograph.runtime.offload.locations import Locations
 from zerograph.runtime.offload.room import ArenaRoom
 from zerograph.runtime.offload.slots import Slots
@@ -23,11 +22,12 @@ class OffloadedGradients:
 
     Attributes:
         tiers: where those of a block's parameters go.
+        on_nvme: those that go there.
     """
 
     def __init__(self, room: ArenaRoom, locations: Locations, slots: Slots) -> None:
-        self._room, self._locations, self._slots = room, locations, slots
-        self._spilled: SpilledGradients | None = None
+        self._locations, self._slots = locations, slots
+        self.on_nvme = SpilledGradients(room, locations, self._free_slots)
         self.tiers: dict[Block, Tier] = {}
 
     def spill(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -65,7 +65,7 @@ class OffloadedGradients:
         if tier == "host":
             return locations.hosted.spill_tile(tile, grad, into)
         if is_disk(tier) and like.is_contiguous():
-            given = self._to_nvme().spill_tile(locations.blocks[tile.name], tile, grad)
+            given = self.on_nvme.spill_tile(locations.blocks[tile.name], tile, grad)
             return given if tile.begin == 0 else into
         # It leaves as a whole, if at all: its rows lie all over it.
         if tile.begin == 0:
@@ -105,27 +105,12 @@ class OffloadedGradients:
             by_block.setdefault(self._locations.blocks[name], {})[name] = grad
         given: dict[str, Tensor | None] = {}
         for block, own in by_block.items():
-            given |= self._to_nvme().spill(block, own)
+            given |= self.on_nvme.spill(block, own)
         return given
 
-    def _to_nvme(self) -> SpilledGradients:
-        """The writer of gradients to NVMe; nothing else uses the slots."""
-        if self._spilled is None:
-            room, host, of_gradients = self._room, self._locations.host, self._slots.of_gradients
-            after_copies = host.memory.after_copies if host is not None else None
-            params = self._locations.params
-            self._spilled = SpilledGradients(params, room.arena, of_gradients, room.extent, after_copies)
+    def _free_slots(self) -> list[Tensor]:
         self._slots.wait()
-        return self._spilled
-
-    def wait_for_nvme(self) -> None:
-        """Return when those that go to NVMe are there.
-
-        Raises:
-            StorageError: a transfer failed.
-        """
-        if self._spilled is not None:
-            self._spilled.wait()
+        return self._slots.of_gradients
 
     def wait(self) -> None:
         """Return when all that :meth:`spill` began is done.
@@ -135,40 +120,8 @@ class OffloadedGradients:
         """
         if self._locations.host is not None:
             self._locations.host.wait_for_gradients()
-        self.wait_for_nvme()
-
-    def abandon(self) -> None:
-        """A program failed: wait for what it wrote, whatever becomes of it."""
-        if self._spilled is not None:
-            self._spilled.abandon()
-
-    def reclaim(self) -> None:
-        """Free the extents of gradients that nobody holds."""
-        if self._spilled is not None:
-            self._spilled.reclaim(all_of_them=True)
-
-    def extent_of(self, block: Block) -> tuple[Extent, int] | None:
-        """Where the last gradients of ``block`` are, and the address of their mapping; None where they are in memory,
-        or nobody holds them."""
-        return self._spilled.extent_of(block) if self._spilled is not None else None
+        self.on_nvme.wait()
 
     def stay(self, block: Block) -> bool:
         """Whether the gradients of ``block`` are on a device that has another memory than the host, which updates."""
         return self._locations.host is not None and self.tiers[block] == "device"
-
-    def squares(self, address: int) -> list[float] | None:
-        """Sums of squares of the gradient at ``address`` (see :mod:`~zerograph.runtime.offload.spilled`); else None."""
-        if self._spilled is None:
-            return None
-        self._slots.wait()
-        return self._spilled.squares(address)
-
-    @property
-    def spills(self) -> bool:
-        """Whether gradients go to NVMe."""
-        return self._spilled is not None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes on NVMe."""
-        return self._spilled.bytes if self._spilled is not None else 0

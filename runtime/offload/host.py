@@ -27,9 +27,6 @@ log = logging.getLogger(__name__)
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Sources and targets of one transfer, of which one are on the host and the others on the device."""
 
-AfterCopies = Callable[[Callable[[], None]], Future[None]]
-"""Has a job done on the host, after all copies that were begun before it."""
-
 
 class Transfer(Protocol):
     """Copies under way. Until they are waited for nobody may write to either side, or read the targets."""
@@ -70,7 +67,7 @@ class HostMemory(Protocol):
         the transfer raises. A recording tells copies on their ``way`` by their ``purpose``."""
 
     def after_copies(self, job: Callable[[], None]) -> Future[None]:
-        """See :data:`AfterCopies`."""
+        """Have a job done on the host, after all copies that were begun before it."""
 
 
 class AcceleratorHost(HostMemory):

@@ -82,7 +82,7 @@ class ShardStore:
     def _reclaim(self) -> None:
         """Free what nobody needs on NVMe."""
         self.states.reclaim()
-        self.gradients.reclaim()
+        self.gradients.on_nvme.reclaim(all_of_them=True)
         self.saved.let_go()
 
     # ---- placement
@@ -283,7 +283,7 @@ class ShardStore:
     def in_background(self, work: Callable[[], None], *, more: bool = False) -> Future[None]:
         """Begin ``work`` in the background (:meth:`~zerograph.runtime.offload.slots.Slots.in_background`), when
         gradients have left the slots."""
-        self.gradients.wait_for_nvme()
+        self.gradients.on_nvme.wait()
         return self.slots.in_background(work, more=more)
 
     def wait_for_parameters(self) -> None:
@@ -299,7 +299,7 @@ class ShardStore:
         if self.locations.host is not None:
             self.locations.host.abandon()
         self.saved.abandon()
-        self.gradients.abandon()
+        self.gradients.on_nvme.abandon()
 
     def tell_failed(self) -> None:
         """Raises:
@@ -357,7 +357,7 @@ class ShardStore:
         held = {
             "parameters": sum(extent.bytes for extent in self.locations.parameters.values()),
             "copies": sum(extent.bytes for extent in self.locations.copied.values()),
-            "gradients": self.gradients.bytes,
+            "gradients": self.gradients.on_nvme.bytes,
             "optimizer states": self.states.bytes,
             "activations": self.saved.bytes,
         }

@@ -23,8 +23,9 @@ from zerograph.core.plan import ParamTile
 from zerograph.core.slots import SLOTS
 from zerograph.runtime.offload.blocks import UNIT, Block, ShardRun
 from zerograph.runtime.offload.extents import Extent
-from zerograph.runtime.offload.host import AfterCopies
+from zerograph.runtime.offload.locations import Locations
 from zerograph.runtime.offload.nvme import Arena, Ticket, huge_tensor
+from zerograph.runtime.offload.room import ArenaRoom
 from zerograph.runtime.offload.store import mapped_tensor
 from zerograph.runtime.torch_private import (
     Memory,
@@ -50,28 +51,29 @@ class _Given(NamedTuple):
 class SpilledGradients:
     """The gradients of one store."""
 
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        arena: Arena,
-        ring: Sequence[Tensor],
-        allocate: Callable[[Block, torch.dtype, str], Extent],
-        after_copies: AfterCopies | None = None,
-    ) -> None:
-        """``params`` are the outward parameters by name; ``ring`` are registered slots; ``allocate`` makes an extent
-        for what it says of a block; ``after_copies``, where the host has another memory than the device, brings
-        gradients to the slots."""
-        self._params, self._arena, self._ring, self._allocate = params, arena, ring, allocate
+    def __init__(self, room: ArenaRoom, locations: Locations, slots: Callable[[], list[Tensor]]) -> None:
+        """``slots`` gives as many as there are in a ring, registered, when nothing else uses them."""
+        self._room, self._locations, self._slots = room, locations, slots
+        self._params, self._ring = locations.params, list[Tensor]()
         self._extents: dict[Block, Extent] = {}  # where new gradients are written
         self._left: list[Extent] = []  # where others are, which the user kept
         self._given: dict[str, _Given] = {}
         self._names: dict[int, str] = {}  # by address of what was given
         self._in_tiles: dict[str, tuple[Extent, bool]] = {}  # where tiles of a gradient go, and whether they are added
-        self._under_way: list[Ticket | None] = [None] * len(ring)
+        self._under_way: list[Ticket | None] = [None] * SLOTS
         self._turn = 0
         self._sums: dict[str, list[float]] | None = None  # of gradients as they left; None until somebody asks
         self._stamp: list[int] = []  # when the files were last written to, at the end of the last spill
-        self._after_copies, self._begun = after_copies, list[Future[None]]()
+        self._begun: list[Future[None]] = []
+
+    @property
+    def _arena(self) -> Arena:
+        return self._room.arena
+
+    @property
+    def is_used(self) -> bool:
+        """Whether gradients go to NVMe."""
+        return bool(self._given)
 
     def spill(self, block: Block, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Begin to write gradients of parameters of ``block``; they are free to go.
@@ -83,6 +85,7 @@ class SpilledGradients:
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
+        self._ring = self._slots()
         adds = self._adds(grads)
         fresh = [name for name in grads if name not in adds]
         if fresh:
@@ -92,7 +95,7 @@ class SpilledGradients:
                 self._begin(partial(self._move, block, into, run, block.begins, grads, add=True))
         for run in block.runs(fresh):
             self._begin(partial(self._move, block, self._extents[block], run, block.begins, grads, add=False))
-        if self._sums is not None and self._after_copies is None:
+        if self._sums is not None and self._locations.host is None:
             self._sums |= {name: _squares(self._flat(name, grads[name])) for name in fresh}
         return {name: None if name in adds else self._give(block, name) for name in grads}
 
@@ -103,7 +106,7 @@ class SpilledGradients:
         Returns:
             The tensor for autograd with the first tile, as :meth:`spill`; else None.
         """
-        name, given = tile.name, None
+        self._ring, name, given = self._slots(), tile.name, None
         if tile.begin == 0:
             adds = bool(self._adds([name]))
             if not adds:
@@ -112,7 +115,7 @@ class SpilledGradients:
             self._in_tiles[name] = self._given[name].extent, adds
         extent, adds = self._in_tiles[name]
         before = tile.begin * math.prod(grad.shape[1:])
-        if self._sums is not None and self._after_copies is None and not adds:
+        if self._sums is not None and self._locations.host is None and not adds:
             sums = self._sums.pop(name, None) if before else []
             if sums is not None and before % PIECE == 0:
                 self._sums[name] = sums + _squares(self._flat(name, grad))
@@ -152,6 +155,7 @@ class SpilledGradients:
         given, grad = self._given.get(name), self._params[name].grad if name else None
         if given is None or grad is None or local_tensor(grad).data_ptr() != given.address or not given.memory:
             return None
+        self._ring = self._slots()
         self.wait()
         if self._sums is None:
             self._sums = {}
@@ -193,7 +197,7 @@ class SpilledGradients:
         """Wait for what is under way, whatever becomes of it."""
         finished(self._begun)
         self._begun.clear()
-        for turn in range(len(self._ring)):
+        for turn in range(SLOTS):
             with contextlib.suppress(StorageError):  # the first error is on its way to the caller
                 self._wait_for(turn)
 
@@ -222,7 +226,7 @@ class SpilledGradients:
 
     def _made(self, block: Block) -> Extent:
         self.reclaim()
-        return self._allocate(block, block.dtype, "gradients")
+        return self._room.extent(block, block.dtype, "gradients")
 
     def _is_held(self, name: str, extent: Extent) -> bool:
         """Whether something still shows a gradient of ``name`` in ``extent``."""
@@ -247,13 +251,14 @@ class SpilledGradients:
 
     def _begin(self, move: Callable[[], None]) -> None:
         """Where gradients come from another memory, what writes them waits for the thread that copies them here."""
-        if self._after_copies is None:
+        host = self._locations.host
+        if host is None:
             move()
         else:
             # Each holds its gradients in memory of the host: a disk that is slower than the backward is waited for.
             while len(self._begun) >= SLOTS:
                 self._begun.pop(0).result()
-            self._begun.append(self._after_copies(move))
+            self._begun.append(host.memory.after_copies(move))
 
     def _move(
         self,
@@ -285,7 +290,7 @@ class SpilledGradients:
                     into = chunk[first - begin : last - begin]
                     into.add_(part) if add else into.copy_(part)
             self._under_way[self._turn] = self._arena.write(extent, chunk, offset=offset, purpose=purpose)
-            self._turn = (self._turn + 1) % len(self._ring)
+            self._turn = (self._turn + 1) % SLOTS
         if ragged:
             self._written()
 
@@ -298,7 +303,7 @@ class SpilledGradients:
 
     def _written(self) -> None:
         wrote = any(self._under_way)
-        for turn in range(len(self._ring)):
+        for turn in range(SLOTS):
             self._wait_for(turn)
         if wrote:
             self._stamp = self._arena.modified()

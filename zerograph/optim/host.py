@@ -300,8 +300,8 @@ class HostOptimizer(Optimizer):
         """Sum of squares of this rank's gradients, of those that are split ``over`` these ranks."""
         pieces = [piece for row in rows for piece in row.layout.pieces(row.grads, over)]
         known: list[float] = []
-        if self.store is not None and self.store.gradients.spills:
-            there = {piece: self.store.gradients.squares(piece[0]) for piece in pieces}
+        if self.store is not None and self.store.gradients.on_nvme.is_used:
+            there = {piece: self.store.gradients.on_nvme.squares(piece[0]) for piece in pieces}
             known = list(itertools.chain.from_iterable(s for s in there.values() if s is not None))
             pieces = [piece for piece in pieces if there[piece] is None]
         total = torch.tensor(sum_of([*known, *_core.squares(pieces)]), dtype=torch.float64)

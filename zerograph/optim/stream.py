@@ -118,7 +118,7 @@ class Stream:
             if _place(member).block is block
             for kind in _stored(member, part, slots)
         )
-        if store.gradients.spills or store.gradients.stay(block):
+        if store.gradients.on_nvme.is_used or store.gradients.stay(block):
             wanted[GRADIENT, block.dtype] = None
         most = ring[0].nbytes // max(1, sum(dtype.itemsize for _, dtype in wanted)) // UNIT * UNIT
         for name, dtype in wanted:
@@ -228,7 +228,7 @@ class Stream:
             raise
         for copy, count in self._counts:
             copy.copy_(count)
-        extent_of = self._store.gradients.extent_of
+        extent_of = self._store.gradients.on_nvme.extent_of
         self._gradients = {chunk.block: extent_of(chunk.block) for chunk in self._chunks if chunk.gradient}
         copied = {place: self._store.copies.begin_to_follow(name) for place, name in self._names.items()}
         self._follow = {place: copy for place, copy in copied.items() if copy is not None}

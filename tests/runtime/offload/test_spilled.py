@@ -19,6 +19,7 @@ from zerograph.core.plan import tile_params
 from zerograph.core.step import Param
 from zerograph.runtime.offload.blocks import Block
 from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.locations import Locations
 from zerograph.runtime.offload.nvme import Arena, huge_tensor
 from zerograph.runtime.offload.room import ArenaRoom
 from zerograph.runtime.offload.spilled import PIECE, SpilledGradients
@@ -67,7 +68,7 @@ def setting(request: pytest.FixtureRequest, in_tiles: bool, tmp_path: Path) -> t
     room = ArenaRoom(lambda size: Arena([tmp_path], size), lambda: None)
     arena = room.reserve(4 * 2**20)
     ring = [huge_tensor(request.param * 2**10) for _ in range(3)]
-    spilled = SpilledGradients(params, arena, ring, room.extent)
+    spilled = SpilledGradients(room, Locations(params), lambda: ring)
     block = Block.of("b", torch.float32, {name: p.numel() for name, p in params.items()})
 
     def backward(seed: int, *names: str) -> Tensor:
@@ -124,7 +125,7 @@ def test_a_gradient_for_which_there_was_no_room_costs_nothing_later(setting, mon
     backward(1).backward()
     kept, params["b"].grad = params["b"].grad, None
     with monkeypatch.context() as patch:
-        patch.setattr(backward.spilled, "_allocate", full)
+        patch.setattr(backward.spilled._room, "extent", full)
         with pytest.raises(StorageError):
             backward(2).backward()
     del kept
