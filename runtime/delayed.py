@@ -26,13 +26,9 @@ class DelayedUpdate(Protocol):
     def settle(self) -> None:
         """Return when it has ended, and programs see its values."""
 
-
-class ForwardUpdate(DelayedUpdate, Protocol):
-    """The last update of one optimizer, which ends inside of the next forward."""
-
     def wait_for(self, gathers: Iterable[int]) -> bool:
         """Return when it has ended for what ``gathers`` bring, and whether nobody has waited for that before; they are
-        numbers that :meth:`~zerograph.runtime.offload.shards.ShardStore.gathers` gives."""
+        numbers that :meth:`~zerograph.runtime.offload.fetches.Fetches.gathers` gives."""
 
 
 _LIVING: weakref.WeakSet[DelayedUpdate] = weakref.WeakSet()

@@ -15,7 +15,7 @@ from zerograph.core.plan import Param, ParamTile
 from zerograph.core.program import Program
 from zerograph.core.timeline import WAIT
 from zerograph.runtime.buffers import BufferPool, tile_of
-from zerograph.runtime.delayed import ForwardUpdate
+from zerograph.runtime.delayed import DelayedUpdate
 from zerograph.runtime.offload.blocks import UNIT, Block, ShardRun
 from zerograph.runtime.offload.copies import Copies
 from zerograph.runtime.offload.extents import Extent
@@ -56,7 +56,7 @@ class Fetches:
         self._room, self._locations, self._copies, self._timings = room, locations, copies, timings
         self._buffers = BufferPool(huge_tensor)  # where the host has no memory of its own, which stages
         self._order: dict[str, int] = {}  # by parameter, in the order in which forwards first gather them
-        self.following: set[ForwardUpdate] = set()
+        self.following: set[DelayedUpdate] = set()
 
     def know_gathers(self, forward: Program) -> None:
         """Number the gathers of ``forward``, in whose order parameters may be updated inside of it."""

@@ -1,6 +1,6 @@
 """Updates inside of the next forward (``overlap="forward"``) equal ordinary steps to the bit.
 
-They are made by ``optim/forward.py``, and awaited by ``runtime/offload/fetches.py``.
+They are made by ``optim/delayed.py``, and awaited by ``runtime/offload/fetches.py``.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _misused() -> None:
     training.steps(2)
     with torch.no_grad():
         training.model.norm.weight.mul_(0.9)  # type: ignore[union-attr, operator]
-    with pytest.raises(ZeroGraphError, match=r"1 parameters, .* \[40\], were written to before the forward"):
+    with pytest.raises(ZeroGraphError, match=r"1 parameters, .* \[40\], were written to while AdamW with overlap"):
         training.backward()
     training = Run(partial(adamw, overlap="forward"), stage=3, **HOST)
     training.steps(2)
@@ -329,7 +329,7 @@ def _neighbours(path: str) -> None:
     training.steps(2)
     with torch.no_grad():
         _biases(training.model)[0].add_(0.5)
-    with pytest.raises(ZeroGraphError, match=r"1 parameters(?s:.*)were written to before the forward"):
+    with pytest.raises(ZeroGraphError, match=r"1 parameters(?s:.*)were written to while AdamW with overlap"):
         training.backward()
 
 

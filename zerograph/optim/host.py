@@ -22,9 +22,8 @@ import zerograph._core as _core
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
 from zerograph.optim.clip import groups_in, groups_of, our_group, over_our_ranks, over_ranks, power_sum
-from zerograph.optim.delayed import DelayedSteps
+from zerograph.optim.delayed import DelayedSteps, ForwardSteps
 from zerograph.optim.factor import Asked, Factor
-from zerograph.optim.forward import ForwardSteps
 from zerograph.optim.joint import JointUpdate
 from zerograph.optim.options import Options
 from zerograph.optim.overlap import EarlySteps
