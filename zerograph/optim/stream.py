@@ -24,7 +24,7 @@ import zerograph._core as _core
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Way
 from zerograph.core.slots import SLOTS
-from zerograph.optim.parts import Member, Part, address, flat
+from zerograph.optim.parts import Member, Part, flat, tensor_set
 from zerograph.optim.ring import through_slots
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.comm.entry import reason_of
@@ -146,47 +146,38 @@ class Stream:
         """The work on each part for elements from ``begin`` to ``end`` of ``block``."""
         for index, (part, slots) in enumerate(stored):
             pieces = list(_pieces(part.members, block, begin, end))
-            if not pieces:
-                continue
-            members = [part.members[piece.member] for piece in pieces]
-            first, pairs = members[0], list(zip(members, pieces, strict=True))
-            places = [_place(m).begin + piece.first - begin for m, piece in pairs]
-            here = {
-                name: [slot.data_ptr() + kinds[name, dtype].at + at * dtype.itemsize for at in places]
-                for name, dtype in _stored(first, part, slots)
-            }
-            # What is updated, a master or the parameter, passes through the slot where it is on NVMe; what follows it
-            # is written behind it.
-            own = here.get(PARAMETER) or [address(m.local, p.first) for m, p in pairs]
-            follows, dtype = here.get(COPY, []), dict(first.streamed).get(COPY, first.local.dtype)
-            if part.mastered:
-                follows, dtype = own, first.local.dtype
-            elif first.copy is not None:
-                follows, dtype = [address(m.copy, p.first) for m, p in pairs if m.copy is not None], first.copy.dtype
-            yield _PartWork(
-                index,
-                _core.TensorSet(
-                    [
-                        (at, TAGS[first.target.dtype], piece.size)
-                        for at, piece in zip(here.get("master") or own, pieces, strict=True)
-                    ],
-                    [here[slot] for slot in slots],
-                    TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
-                    follows,
-                    TAGS[dtype],
-                    [self._count(m, piece) for m, piece in pairs if m.step is not None],
-                ),
-                pieces,
-            )
+            if pieces:
+                members = [self._there(part, slots, piece, begin, slot, kinds) for piece in pieces]
+                yield _PartWork(index, tensor_set(members, part.mastered), pieces)
 
-    def _count(self, member: Member, piece: _StoredPiece) -> int:
+    def _there(
+        self,
+        part: Part,
+        slots: Sequence[str],
+        piece: _StoredPiece,
+        begin: int,
+        slot: Tensor,
+        kinds: Mapping[tuple[str, torch.dtype], _Slotted],
+    ) -> Member:
+        """A piece of a member as a parameter of its own. All of it that is on NVMe lies in ``slot``, whose first
+        element is ``begin`` of the block."""
+        member, here = part.members[piece.member], dict[str, Tensor]()
+        for name, dtype in _stored(member, part, slots):
+            first = kinds[name, dtype].at + (_place(member).begin + piece.first - begin) * dtype.itemsize
+            here[name] = slot[first : first + piece.size * dtype.itemsize].view(dtype)
+        elements = slice(piece.first, piece.first + piece.size)
+        local = here[PARAMETER] if PARAMETER in here else flat(member.local)[elements]
+        copy = here.get(COPY) if member.copy is None else flat(member.copy)[elements]
+        states, step = [here[name] for name in slots], self._count(member, piece)
+        return Member(member.index, local, here.get("master", local), states, step, member.fresh, copy=copy)
+
+    def _count(self, member: Member, piece: _StoredPiece) -> Tensor | None:
         """Where the kernel counts the updates of a piece: once for each, so that every piece needs a count."""
-        assert member.step is not None
-        if piece.first + piece.size == member.local.numel():
-            return member.step.data_ptr()
+        if member.step is None or piece.first + piece.size == member.local.numel():
+            return member.step
         copy = member.step.clone()
         self._counts.append((copy, member.step))
-        return copy.data_ptr()
+        return copy
 
     def read_ahead(self) -> None:
         """Begin to read what the next update needs first, gradients aside.
