@@ -15,7 +15,16 @@ import torch
 from torch import fx
 
 from zerograph.core.plan import Plan
-from zerograph.graph.nodes import Marker, behind_identity, call, computed, is_identity_view, markers, protect_outputs
+from zerograph.graph.nodes import (
+    Marker,
+    behind_identity,
+    call,
+    computed,
+    expressions_of,
+    is_identity_view,
+    markers,
+    protect_outputs,
+)
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 
 aten = torch.ops.aten
@@ -42,10 +51,10 @@ def _stack_along_own_dimension(graph: fx.Graph) -> None:
         if cat.target is not aten.cat.default or len(cat.users) > 1:
             continue
         parts, dim = cat.args[0], (cat.args[1] if len(cat.args) > 1 else 0)
-        shape = list(parts[0].meta["val"].shape)
+        shape, *others = (expressions_of(part.meta["val"].shape) for part in parts)
         dim %= len(shape)
-        alike = all(list(part.meta["val"].shape) == shape for part in parts)
-        if alike and list(view.meta["val"].shape) == [*shape[:dim], len(parts), *shape[dim:]]:
+        alike = all(other == shape for other in others)
+        if alike and expressions_of(view.meta["val"].shape) == [*shape[:dim], len(parts), *shape[dim:]]:
             with graph.inserting_before(view):
                 apart = [computed(graph, aten.unsqueeze.default, (part, dim), view) for part in parts]
                 stacked = computed(graph, aten.cat.default, (apart, dim), view)

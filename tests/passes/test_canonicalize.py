@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 from graphs import Builder, show
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from zerograph.passes import canonicalize
 
@@ -141,3 +142,12 @@ def test_what_is_joined_and_viewed_otherwise_stays_so() -> None:
     before = show(gm)
     canonicalize(gm)
     assert show(gm) == before
+
+
+def test_open_sizes_of_what_is_put_together_stay_open() -> None:
+    """Two numbers of routed tokens, which nothing says are alike."""
+    made = make_fx(lambda x, y: torch.cat([x, y]).view(-1), tracing_mode="symbolic")
+    gm = made(torch.ones(6, 4), torch.ones(5, 4))
+    assumed = len(gm.shape_env.guards)
+    canonicalize(gm)
+    assert len(gm.shape_env.guards) == assumed

@@ -193,11 +193,12 @@ def left_as_it_is(node: fx.Node) -> fx.Node | None:
     before, after = source.meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.dtype != after.dtype:
         return None
-    same = _sizes(before.shape) == _sizes(after.shape)
-    return source if same and (scatters or _sizes(before.stride()) == _sizes(after.stride())) else None
+    same = expressions_of(before.shape) == expressions_of(after.shape)
+    return source if same and (scatters or expressions_of(before.stride()) == expressions_of(after.stride())) else None
 
 
-def _sizes(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
+def expressions_of(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
+    """``sizes``, fit to be compared: torch assumes, with a guard, the answer to a comparison of those that are open."""
     return [size if isinstance(size, int) else size.node.expr for size in sizes]
 
 
