@@ -12,20 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zerograph.core.errors import InvariantError
 from zerograph.core.instructions import (
-    Accumulate,
-    Compute,
-    DeviceUpdate,
     Free,
     Gather,
     HostUpdate,
     Instruction,
     Move,
-    Place,
-    Reduce,
-    Scale,
-    View,
+    Update,
     Wait,
+    WaitFetch,
     WaitGather,
+    WaitReduce,
 )
 from zerograph.core.machine import Tier, is_disk
 from zerograph.core.plan import Plan
@@ -153,26 +149,16 @@ class _Check:
                 pass
 
 
-_ON_DEVICE: tuple[Tier, ...] = ("device",)
-_NEEDS: dict[type, tuple[Tier, ...]] = {
-    Compute: _ON_DEVICE,
-    View: _ON_DEVICE,
-    Place: _ON_DEVICE,
-    Accumulate: _ON_DEVICE,
-    Scale: _ON_DEVICE,
-    Gather: _ON_DEVICE,
-    WaitGather: _ON_DEVICE,
-    Free: _ON_DEVICE,
-    Reduce: _ON_DEVICE,
-    HostUpdate: ("host", "device"),
-    DeviceUpdate: _ON_DEVICE,
-}
-
-
 def _needs(instruction: Instruction) -> tuple[Tier, ...] | None:
     """The tiers on which ``instruction`` finds what it reads; None where that may be anywhere."""
-    if isinstance(instruction, Move):
-        if is_disk(instruction.target):
-            return ("host", "device")  # on a CPU these are one
-        return (instruction.source,) if not is_disk(instruction.source) else None
-    return _NEEDS.get(type(instruction))
+    match instruction:
+        case Move(source=source, target=target):
+            if is_disk(target):
+                return ("host", "device")  # on a CPU these are one
+            return (source,) if not is_disk(source) else None
+        case HostUpdate():
+            return ("host", "device")
+        case Update() | WaitReduce() | WaitFetch():
+            return None
+        case _:
+            return ("device",)
