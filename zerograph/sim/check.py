@@ -145,8 +145,6 @@ class _Check:
                 else:
                     self.resident.discard(part)
                     self.unsharded.discard(part)
-            case _:
-                pass
 
 
 def _needs(instruction: Instruction) -> tuple[Tier, ...] | None:

@@ -171,8 +171,6 @@ def _beside(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
             case Move(what="parameters", bucket=bucket, tile=tile) if plan.overlap == "delayed":
                 followed.setdefault(bucket, set()).add(tile)
                 text = "changes a copy while programs compute with it" if program.kind != "update" else ""
-            case _:
-                pass
         if text:
             yield Wrong.at("overlap", program, place, text)
     for planned in plan.buckets:
@@ -196,8 +194,6 @@ def _unawaited(forward: Program) -> Iterator[Wrong]:
                 for end in ends.get(each.bucket, ()):
                     if set(each.reads).isdisjoint(end.writes):
                         yield Wrong.at("overlap", forward, place, f"does not wait for {forward.name(end)}")
-            case _:
-                pass
 
 
 def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
@@ -271,8 +267,6 @@ class _Required:
                 yield from self._of_update(bucket, placement, staged)
             case Move(what="states", rises=False) | Move(what="parameters"):
                 yield ("update",), "states"
-            case _:
-                pass
 
     def _of_update(self, bucket: Bucket, placement: Placement, staged: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         # On a CPU plain SGD of parameters that compute in their own dtype keeps nothing anywhere else.
@@ -309,8 +303,6 @@ def _use(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
                     begun[each.writes[0]] = program, place
             case WaitFetch():
                 begun.pop(each.pending, None)
-            case _:
-                pass
     for program, place in (*unread, *begun.values()):
         yield Wrong.at("use", program, place, "is waited for by nothing")
     for bucket in plan.buckets if plan.world_size > 1 and plan.stage > 0 else ():

@@ -508,8 +508,6 @@ def _with_moves(instructions: Sequence[Instruction]) -> list[Instruction]:
                 each = dataclasses.replace(
                     each, complete=id(each) in last and not (each.staged and isinstance(first, ParamTile))
                 )
-            case _:
-                pass
         found.append(each)
     return found
 
