@@ -352,9 +352,9 @@ def test_a_bar_is_never_longer_than_given(share: float, width: int) -> None:
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 20), st.integers(0, 2))))
 def test_collapsing_keeps_every_row_in_order(rows: list[tuple[str, int, int]]) -> None:
     collapsed = collapse_rows(rows, lambda r: f"{r[0]}.{r[1]}", lambda x, y: x[2] == y[2])
-    assert [row for group in collapsed for row in group.rows] == rows
+    assert [row for group in collapsed for row in group] == rows
     for group in collapsed:
-        assert len({(name, value) for name, _, value in group.rows}) == 1
+        assert len({(name, value) for name, _, value in group}) == 1
 
 
 @pytest.mark.parametrize(
@@ -395,5 +395,5 @@ def test_what_is_held_is_never_more_than_the_tier_holds(offload: bool) -> None:
 def test_the_most_important_reason_is_shown_and_the_others_counted() -> None:
     reasons = (Reason("blocks.0.mlp.weight", "keep", "1 ms"), Reason("blocks.1", "keep", "2 ms"))
     file = replace(plan_file(2), reasons=(*reasons, Reason("blocks.0", "use", "other"), reasons[0]))
-    rows = {rows.first.name: rows.first.why for rows in grouped(file, "layer")}
+    rows = {rows[0].name: rows[0].why for rows in grouped(file, "layer")}
     assert rows["blocks.0"] == "keep: 1 ms (and 1 more)" and rows["blocks.1"] == "keep: 2 ms"

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 _NUMBER = re.compile(r"(?<![\w])\d+(?![\w])")
 _LAYER = re.compile(r"(.*?(?:^|\.)\d+)(?:\.|$)")
-
-
-@dataclass(frozen=True, slots=True)
-class Collapsed(Generic[T]):
-    """Consecutive rows that are alike."""
-
-    rows: tuple[T, ...]
-
-    @property
-    def first(self) -> T:
-        """The row that stands for all of them."""
-        return self.rows[0]
 
 
 def skeleton(name: str) -> str:
@@ -36,15 +23,15 @@ def layer_or_name(name: str) -> str:
     return match[1] if match else name
 
 
-def collapse_rows(rows: Iterable[T], name: Callable[[T], str], alike: Callable[[T, T], bool]) -> list[Collapsed[T]]:
-    """Rows in their order, those collapsed that follow one another, differ in numbers only and are ``alike``."""
+def collapse_rows(rows: Iterable[T], name: Callable[[T], str], alike: Callable[[T, T], bool]) -> list[list[T]]:
+    """Rows in their order, those in one list that follow one another, differ in numbers only and are ``alike``."""
     groups: list[list[T]] = []
     for row in rows:
         if groups and skeleton(name(groups[-1][0])) == skeleton(name(row)) and alike(groups[-1][0], row):
             groups[-1].append(row)
         else:
             groups.append([row])
-    return [Collapsed(tuple(group)) for group in groups]
+    return groups
 
 
 def interleaved(rows: Iterable[T], name: Callable[[T], str]) -> list[T]:

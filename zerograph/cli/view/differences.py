@@ -67,7 +67,7 @@ def _same(d: Difference) -> bool:
 def _collapsed(changes: Iterable[Difference]) -> Iterator[Difference]:
     """Buckets of consecutive layers that differ in the same way are one difference."""
     for rows in collapse_rows(changes, lambda d: d.name, _alike):
-        yield replace(rows.first, count=len(rows.rows), last=rows.rows[-1].name)
+        yield replace(rows[0], count=len(rows), last=rows[-1].name)
 
 
 def _alike(x: Difference, y: Difference) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from zerograph.cli.view.collapsing import Collapsed, collapse_rows, interleaved, layer_or_name, skeleton
+from zerograph.cli.view.collapsing import collapse_rows, interleaved, layer_or_name, skeleton
 from zerograph.cli.view.moment import START, Moment, by_kind, moment
 from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, Tier
@@ -55,7 +55,7 @@ class Group:
         self.bytes[holding.tier] = self.bytes.get(holding.tier, 0) + holding.bytes
 
 
-def grouped(file: PlanFile, by: By, measured: Forecast | None = None) -> list[Collapsed[Group]]:
+def grouped(file: PlanFile, by: By, measured: Forecast | None = None) -> list[list[Group]]:
     """The collapsed rows of ``file``, in the order of the step."""
     # Functions, so that only the rows that are asked for are made.
     makers: Mapping[By, Callable[[], list[Group]]] = {
@@ -67,7 +67,7 @@ def grouped(file: PlanFile, by: By, measured: Forecast | None = None) -> list[Co
     return collapse_rows(makers[by](), lambda g: g.name, _alike)
 
 
-def largest_rows(collapsed: Iterable[Collapsed[Group]], by: By, top: int) -> list[Collapsed[Group]]:
+def largest_rows(collapsed: Iterable[list[Group]], by: By, top: int) -> list[list[Group]]:
     """The ``top`` rows with the most memory (ops: the most time), largest first."""
     return sorted(collapsed, key=_time if by == "op" else _memory, reverse=True)[:top]
 
@@ -176,9 +176,9 @@ def _alike(a: Group, b: Group) -> bool:
     return same and math.isclose(a.seconds, b.seconds, rel_tol=_SAME) and skeleton(a.why) == skeleton(b.why)
 
 
-def _memory(rows: Collapsed[Group]) -> float:
-    return sum(sum(row.bytes.values()) for row in rows.rows)
+def _memory(rows: list[Group]) -> float:
+    return sum(sum(row.bytes.values()) for row in rows)
 
 
-def _time(rows: Collapsed[Group]) -> float:
-    return sum(row.seconds for row in rows.rows)
+def _time(rows: list[Group]) -> float:
+    return sum(row.seconds for row in rows)

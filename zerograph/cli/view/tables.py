@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from zerograph.cli.terminal import Cell
-from zerograph.cli.view.collapsing import Collapsed, collapse_rows, collapsed_name, interleaved, short_source
+from zerograph.cli.view.collapsing import collapse_rows, collapsed_name, interleaved, short_source
 from zerograph.cli.view.groups import By, Group, largest_rows
 from zerograph.cli.view.moment import START, Moment
 from zerograph.core.files.planfile import Holding, PlanFile
@@ -28,26 +28,26 @@ class Table:
     left_out: int = 0
 
 
-def group_data(collapsed: Sequence[Collapsed[Group]]) -> list[dict[str, Any]]:
+def group_data(collapsed: Sequence[list[Group]]) -> list[dict[str, Any]]:
     """Collapsed rows as data: what is said of a row is true of each of the ``count`` alike."""
     return [
-        {"last": rows.rows[-1].name, "count": len(rows.rows), **asdict(rows.first), "measured": _measured(rows)}
+        {"last": rows[-1].name, "count": len(rows), **asdict(rows[0]), "measured": _measured(rows)}
         for rows in collapsed
     ]
 
 
-def group_table(every: Sequence[Collapsed[Group]], by: By, top: int | None = None) -> Table:
+def group_table(every: Sequence[list[Group]], by: By, top: int | None = None) -> Table:
     """Collapsed rows, only the ``top`` largest when given; columns that are empty throughout are left out."""
     collapsed = every if top is None else largest_rows(every, by, top)
-    firsts = [rows.first for rows in collapsed]
+    firsts = [rows[0] for rows in collapsed]
     columns: list[tuple[str, Literal["name", "number", "note"], list[str]]] = [
         (by, "name", [_name(rows) for rows in collapsed]),
         *((tier, "number", [_bytes(row.bytes.get(tier)) for row in firsts]) for tier in TIERS),
         ("time", "number", [_seconds(row.seconds) for row in firsts]),
         ("measured", "number", [_seconds(_measured(rows)) for rows in collapsed]),
-        ("ratio", "number", [_ratio(rows.first.seconds, _measured(rows)) for rows in collapsed]),
+        ("ratio", "number", [_ratio(rows[0].seconds, _measured(rows)) for rows in collapsed]),
         ("stream", "note", [row.stream + (f" x{row.tasks}" if row.stream and row.tasks > 1 else "") for row in firsts]),
-        ("source", "note", [_source([row.source for row in rows.rows]) for rows in collapsed]),
+        ("source", "note", [_source([row.source for row in rows]) for rows in collapsed]),
         (_WHY.get(by, "why it is here"), "note", [row.why for row in firsts]),
     ]
     columns = [column for column in columns if any(column[2])]
@@ -93,21 +93,21 @@ def moment_table(file: PlanFile, at: Moment, top: int | None = None) -> Table:
     """The holdings, alike layers collapsed, each tier's largest first; only the ``top`` largest of all when given."""
     collapsed = collapse_rows(interleaved(at.holdings, _identity), _identity, _alike)
     collapsed.sort(key=_size, reverse=True)
-    shown = sorted(collapsed[:top], key=lambda rows: TIERS.index(rows.first.tier))
+    shown = sorted(collapsed[:top], key=lambda rows: TIERS.index(rows[0].tier))
     header: list[Cell] = [(title, "bold") for title in ("tier", "bytes", "kind", "what", "held", "source")]
     cells = [_holding(file, rows) for rows in shown]
     return Table([header, *cells], frozenset({1}), frozenset({4, 5}), len(collapsed) - len(shown))
 
 
-def _holding(file: PlanFile, rows: Collapsed[Holding]) -> list[Cell]:
-    first, last = rows.first, rows.rows[-1]
+def _holding(file: PlanFile, rows: list[Holding]) -> list[Cell]:
+    first, last = rows[0], rows[-1]
     return [
         first.tier,
         format_bytes(first.bytes),
         first.kind,
-        collapsed_name(first.name, last.name, len(rows.rows)),
+        collapsed_name(first.name, last.name, len(rows)),
         _while(file, first) if first == last else "",
-        _source([holding.source for holding in rows.rows]),
+        _source([holding.source for holding in rows]),
     ]
 
 
@@ -120,8 +120,8 @@ def _while(file: PlanFile, holding: Holding) -> str:
     return f"{begin} to {end}"
 
 
-def _size(rows: Collapsed[Holding]) -> int:
-    return sum(holding.bytes for holding in rows.rows)
+def _size(rows: list[Holding]) -> int:
+    return sum(holding.bytes for holding in rows)
 
 
 def _identity(holding: Holding) -> str:
@@ -136,8 +136,8 @@ def _task(file: PlanFile, task: int) -> str:
     return "the start of the step" if task == START else file.forecast.spans[task].name
 
 
-def _name(rows: Collapsed[Group]) -> str:
-    return collapsed_name(rows.first.name, rows.rows[-1].name, len(rows.rows))
+def _name(rows: list[Group]) -> str:
+    return collapsed_name(rows[0].name, rows[-1].name, len(rows))
 
 
 def _source(sources: Sequence[str]) -> str:
@@ -145,9 +145,9 @@ def _source(sources: Sequence[str]) -> str:
     return short_source(sources[0]) + ("" if len(set(sources)) == 1 else ", ...")
 
 
-def _measured(rows: Collapsed[Group]) -> float | None:
+def _measured(rows: list[Group]) -> float | None:
     """Mean of those that were measured."""
-    times = [row.measured for row in rows.rows if row.measured is not None]
+    times = [row.measured for row in rows if row.measured is not None]
     return sum(times) / len(times) if times else None
 
 
