@@ -22,12 +22,13 @@ from plans import plan_file, run_of
 
 from zerograph.cli import main
 from zerograph.cli.show import EXPORTS
-from zerograph.cli.view.collapsing import collapse_rows, collapsed_name, layer_or_name, short_source, skeleton
+from zerograph.cli.view.collapsing import collapse_rows, collapsed_name, short_source, skeleton
 from zerograph.cli.view.drawing import ASCII_BLOCKS, BLOCKS, bar, sparkline
 from zerograph.cli.view.groups import grouped
 from zerograph.cli.view.moment import START, find_task, moment
 from zerograph.core.files.planfile import Holding, PlanFile, Reason
 from zerograph.core.machine import machine_named
+from zerograph.core.step import layer_of
 
 
 @pytest.fixture
@@ -369,7 +370,7 @@ def test_collapsing_keeps_every_row_in_order(rows: list[tuple[str, int, int]]) -
     ],
 )
 def test_names_of_layers(name: str, layer: str, bare: str) -> None:
-    assert layer_or_name(name) == layer and skeleton(name) == bare
+    assert (layer_of(name) or name) == layer and skeleton(name) == bare
 
 
 def test_long_paths_are_cut_in_tables() -> None:

@@ -9,18 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _NUMBER = re.compile(r"(?<![\w])\d+(?![\w])")
-_LAYER = re.compile(r"(.*?(?:^|\.)\d+)(?:\.|$)")
 
 
 def skeleton(name: str) -> str:
     """``name`` without the numbers that tell layers apart: ``blocks.#.mlp``; ``conv1`` keeps its own."""
     return _NUMBER.sub("#", name)
-
-
-def layer_or_name(name: str) -> str:
-    """The layer a module or parameter belongs to: ``blocks.3`` of ``blocks.3.mlp.0``; itself where no number is."""
-    match = _LAYER.match(name)
-    return match[1] if match else name
 
 
 def collapse_rows(rows: Iterable[T], name: Callable[[T], str], alike: Callable[[T, T], bool]) -> list[list[T]]:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from zerograph.cli.view.collapsing import collapse_rows, interleaved, layer_or_name, skeleton
+from zerograph.cli.view.collapsing import collapse_rows, interleaved, skeleton
 from zerograph.cli.view.moment import START, Moment, by_kind, moment
 from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, Tier
+from zerograph.core.step import layer_of
 from zerograph.core.timeline import Forecast, Span
 from zerograph.core.units import format_bytes
 
@@ -95,7 +96,7 @@ def _by_layer(file: PlanFile, measured: Forecast | None) -> list[Group]:
 
 def _layer(span: Span) -> str:
     """The layer that a task works for; of one outside of layers what it is called."""
-    return layer_or_name(span.module) if span.module else span.name
+    return layer_of(span.module) or span.module or span.name
 
 
 def _owner(file: PlanFile, holding: Holding) -> str:
@@ -103,7 +104,8 @@ def _owner(file: PlanFile, holding: Holding) -> str:
     if not holding.module and holding.first != START:
         made = file.forecast.spans[holding.first]
         return _layer(made)
-    return layer_or_name(holding.module or holding.name)
+    name = holding.module or holding.name
+    return layer_of(name) or name
 
 
 def _by_kind(file: PlanFile) -> list[Group]:
@@ -131,10 +133,8 @@ def _by_op(file: PlanFile, measured: Forecast | None) -> list[Group]:
     reasons = _reasons(file)
     groups: dict[str, Group] = {}
     for span in file.forecast.spans:
-        group = groups.setdefault(
-            span.name,
-            Group(span.name, stream=span.stream, source=span.source, why=reasons.get(layer_or_name(span.module), "")),
-        )
+        why = reasons.get(layer_of(span.module) or span.module, "")
+        group = groups.setdefault(span.name, Group(span.name, stream=span.stream, source=span.source, why=why))
         group.run(span)
         for holding in takes[span.task]:
             group.hold(holding)
@@ -161,9 +161,9 @@ def _reasons(file: PlanFile) -> dict[str, str]:
     """Layer -> the most important decision about it or what is in it, and how many others there are."""
     decisions: dict[str, list[str]] = defaultdict(list)
     for reason in file.reasons:
-        text = f"{reason.decision}: {reason.why}"
-        if text not in decisions[layer_or_name(reason.subject)]:
-            decisions[layer_or_name(reason.subject)].append(text)
+        text, texts = f"{reason.decision}: {reason.why}", decisions[layer_of(reason.subject) or reason.subject]
+        if text not in texts:
+            texts.append(text)
     return {
         layer: texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else "")
         for layer, texts in decisions.items()
