@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from zerograph.cli.export.labels import (
@@ -31,28 +32,10 @@ FEW_REASONS = 2
 """So many fit into a row of a module."""
 
 
-class Texts:
-    """Every text once."""
-
-    def __init__(self) -> None:
-        self._places: dict[str, int] = {}
-
-    def place(self, text: str) -> int:
-        """Where ``text`` stands."""
-        return self._places.setdefault(text, len(self._places))
-
-    def column(self, texts: Sequence[str]) -> list[int]:
-        """Where each of them stands."""
-        return [self.place(text) for text in texts]
-
-    def all(self) -> list[str]:
-        """In order of their places."""
-        return list(self._places)
-
-
 def page_data(file: PlanFile, beside: Beside | None = None) -> dict[str, Any]:
     """Plain data for ``JSON.parse``. Measurements of a run are further streams and tiers, below the plan's."""
-    texts = Texts()
+    texts: dict[str, int] = {}
+    column = partial(_column, texts)
     forecast, measured = file.forecast, beside.measured if beside is not None else _NOTHING
     ran = replace(file, forecast=measured, holdings=())  # a run tells how much is held, and not what
     spans = [*forecast.spans, *(replace(s, after=()) for s in measured.spans)]
@@ -70,35 +53,35 @@ def page_data(file: PlanFile, beside: Beside | None = None) -> dict[str, Any]:
         "tierNames": dict(TIER_NAMES),
         "kindNames": {str(kind): name for kind, name in (*KIND_NAMES.items(), (REST, REST_NAME))},
         "spans": {
-            "name": texts.column([s.name for s in spans]),
-            "stream": texts.column(
-                [
-                    *(s.stream for s in forecast.spans),
-                    *(MEASURED + s.stream for s in measured.spans),
-                ]
-            ),
-            "module": texts.column([s.module for s in spans]),
-            "source": texts.column([s.source for s in spans]),
+            "name": column([s.name for s in spans]),
+            "stream": column([*(s.stream for s in forecast.spans), *(MEASURED + s.stream for s in measured.spans)]),
+            "module": column([s.module for s in spans]),
+            "source": column([s.source for s in spans]),
             "start": [_rounded(s.start) for s in spans],
             "end": [_rounded(s.end) for s in spans],
             "after": [list(s.after) for s in spans],
         },
         "critical": list(forecast.critical_path),
         "holdings": {
-            "name": texts.column([h.name for h in file.holdings]),
-            "kind": texts.column([h.kind for h in file.holdings]),
-            "tier": texts.column([h.tier for h in file.holdings]),
+            "name": column([h.name for h in file.holdings]),
+            "kind": column([h.kind for h in file.holdings]),
+            "tier": column([h.tier for h in file.holdings]),
             "bytes": [h.bytes for h in file.holdings],
             "first": [h.first for h in file.holdings],
             "last": [h.last for h in file.holdings],
-            "module": texts.column([h.module for h in file.holdings]),
-            "source": texts.column([h.source for h in file.holdings]),
+            "module": column([h.module for h in file.holdings]),
+            "source": column([h.source for h in file.holdings]),
         },
         "modules": [_row(module, len(forecast.spans), texts) for module in module_tree(file)],
         "reasons": [[r.subject, r.decision, r.why] for r in file.reasons],
         "notCounted": list(forecast.not_counted),
     }
-    return {**data, "texts": texts.all()}
+    return {**data, "texts": list(texts)}
+
+
+def _column(texts: dict[str, int], names: Iterable[str]) -> list[int]:
+    """The place of each name in ``texts``, which has every text once and takes up those that are new."""
+    return [texts.setdefault(name, len(texts)) for name in names]
 
 
 def _tier(file: PlanFile, tier: Tier) -> dict[str, Any]:
@@ -148,15 +131,16 @@ def _measured_tier(ran: PlanFile, tier: Tier, before: int) -> dict[str, Any]:
     return {**found, "key": MEASURED + tier, "name": f"measured {TIER_NAMES[tier]}", "peak": peak}
 
 
-def _row(module: Module, tasks: int, texts: Texts) -> dict[str, Any]:
+def _row(module: Module, tasks: int, texts: dict[str, int]) -> dict[str, Any]:
     compute, communication, other = module.seconds()
+    label, source, why = _column(texts, (module.label, module.source(), _why(module)))
     row: dict[str, Any] = {
-        "label": texts.place(module.label),
-        "paths": texts.column(module.paths),
+        "label": label,
+        "paths": _column(texts, module.paths),
         "seconds": [_rounded(compute), _rounded(communication), _rounded(other)],
         "bytes": most_held(module.all_holdings(), tasks),
-        "source": texts.place(module.source()),
-        "why": texts.place(_why(module)),
+        "source": source,
+        "why": why,
     }
     if module.children:
         row["children"] = [_row(child, tasks, texts) for child in module.children]
