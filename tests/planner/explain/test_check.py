@@ -87,7 +87,7 @@ FIRST, SECOND = (b.params[0] for b in PLAN.buckets)
         (STEP, bucket(1, index=5), "buckets", "has index 5 in place 1"),
         (STEP, bucket(1, params=()), "buckets", "is empty"),
         (STEP, bucket(1, params=(FIRST, SECOND)), "buckets", "blocks.0.weight is in buckets blocks.0 and blocks.1"),
-        (STEP, bucket(1, tiles=60), "tiles", "60 tiles of blocks.1 are not its 32 rows once"),
+        (STEP, bucket(1, tiles=60), "plan", "bucket blocks.1 has 60 tiles of 32 rows"),
         (STEP, bucket(1, params=()), "parameters", "blocks.1.weight is read by the step and in no bucket"),
         (
             STEP,

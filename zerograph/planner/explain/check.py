@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
 from zerograph.core.errors import InvariantError
-from zerograph.core.plan import Plan, tile_rows
+from zerograph.core.plan import Plan
 from zerograph.core.step import Op, Param, Step, layer_of, layer_of_activation
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
@@ -93,17 +92,6 @@ def buckets(plan: Plan) -> Iterator[Found]:
             if param.name in owner:
                 yield BEFORE, param.name, "", f"{param.name} is in buckets {owner[param.name]} and {bucket.name}"
             owner.setdefault(param.name, bucket.name)
-
-
-def tiles(plan: Plan) -> Iterator[Found]:
-    """Tiles of a parameter follow one another from its shards' first row to their last."""
-    for bucket in plan.buckets:
-        if bucket.tiles > 1 and bucket.params and plan.world_size >= 1:
-            rows = bucket.params[0].chunk
-            cuts = tile_rows(rows, bucket.tiles)
-            joined = all(end == begin for (_, end), (begin, _) in pairwise(cuts))
-            if not joined or (cuts[0][0], cuts[-1][1]) != (0, rows) or any(begin == end for begin, end in cuts):
-                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} rows once"
 
 
 def _parameters(step: Step, plan: Plan) -> Iterator[Found]:
@@ -194,7 +182,6 @@ def _of_plan(finder: Callable[[Plan], Iterator[Found]]) -> PlanCheck:
 PLAN_CHECKS: Mapping[str, tuple[str, Callable[[Plan], Iterator[Found]]]] = {
     "plan": ("placements, tiles and stage of the plan go together", sense),
     "buckets": ("every parameter is in exactly one bucket", buckets),
-    "tiles": ("tiles cover every row of their parameter exactly once", tiles),
 }
 """The checks that need no step."""
 
