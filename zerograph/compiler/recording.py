@@ -21,8 +21,7 @@ from zerograph.compiler.frame import Frame, last_frame
 from zerograph.compiler.report import RecordedStep
 from zerograph.compiler.under_way import UnderWay, length, seconds_of, under_way
 from zerograph.core.errors import ZeroGraphError
-from zerograph.core.files.runfile import Measured, Run
-from zerograph.core.files.snapshot import write_snapshot
+from zerograph.core.files.runfile import Measured, Run, write_snapshot
 from zerograph.core.instructions import (
     BeginUpdate,
     Compute,

@@ -1,7 +1,4 @@
-"""The snapshot: PyTorch's own tools read it, and replaying it gives what the plan holds.
-
-Tests ``core/files/snapshot.py``.
-"""
+"""The snapshot: PyTorch's own tools read it, and replaying it gives what the plan holds."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zerograph.core.files.planfile import Holding, PlanFile
-from zerograph.core.files.snapshot import write_snapshot
+from zerograph.core.files.runfile import write_snapshot
 from zerograph.core.machine import TIERS
 from zerograph.core.timeline import Span
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from zerograph.core.errors import ConfigError
@@ -19,6 +21,8 @@ from zerograph.core.timeline import Forecast, Span
 from zerograph.core.units import is_number
 
 VERSION = 3
+SNAPSHOT_PROTOCOL = 4
+"""The newest pickle protocol that the reader of PyTorch's memory visualizer knows."""
 
 
 def move_key(operation: str, what: str, bucket: int, label: str) -> str:
@@ -138,6 +142,18 @@ class Beside:
     def measured(self) -> Forecast:
         """The measured run, in the schema of a forecast."""
         return self.run.forecast
+
+
+def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
+    """Write a snapshot of memory as pytorch.org/memory_viz and ``python -m torch.cuda._memory_viz`` read it.
+
+    Args:
+        snapshot: in the schema of ``torch.cuda.memory._snapshot()``.
+
+    Raises:
+        OSError: ``path`` cannot be written.
+    """
+    path.write_bytes(pickle.dumps(snapshot, protocol=SNAPSHOT_PROTOCOL))
 
 
 def _measured(data: Mapping[str, Any]) -> Measured:
