@@ -293,14 +293,12 @@ class Machine:
             yield f"device is {self.device!r}, not cuda or cpu"
         if self.split is not False and not (self.split is True and self.device == "cpu"):
             yield f"split is {self.split!r} of a {self.device}: only a CPU can be told so, with true"
-        for name, least in (("device_memory", 1), ("ranks_per_node", 1), ("host_memory", 0), ("nvme_capacity", 0)):
+        least = dict.fromkeys(("device_memory", "ranks_per_node"), 1)
+        least |= dict.fromkeys(("host_memory", "nvme_capacity", "context", "communicator"), 0)
+        for name, number in least.items():
             value = getattr(self, name)
-            if not (is_number(value, int) and value >= least):
-                yield f"{name} is {value!r}, not a whole number of at least {least}"
-        for name in ("context", "communicator"):
-            value = getattr(self, name)
-            if not (is_number(value, int) and value >= 0):
-                yield f"{name} is {value!r}, not a number of bytes"
+            if not (is_number(value, int) and value >= number):
+                yield f"{name} is {value!r}, not a whole number of at least {number}"
         rates = {"device_bandwidth": self.device_bandwidth, "cpu_optimizer": self.cpu_optimizer}
         for name in ("matmul", "vector"):
             found = getattr(self, name)
@@ -312,20 +310,18 @@ class Machine:
             rates |= {f"published rate of {dtype}": rate for dtype, rate in self.published.items()}
         else:
             yield f"published is {self.published!r}, not rates by dtype"
-        if not (is_number(self.nvme_both) and self.nvme_both >= 0):
-            yield f"nvme_both is {self.nvme_both!r}, not a rate"
-        for name, seconds in (("intra_step", self.intra_step), ("inter_step", self.inter_step)):
-            if not (is_number(seconds) and seconds >= 0):
-                yield f"{name} is {seconds!r}, not seconds"
         if not (is_number(self.disturbed) and 0 <= self.disturbed <= 1):
             yield f"disturbed is {self.disturbed!r}, not a share from 0 to 1"
+        may_be_0 = {"nvme_both": self.nvme_both, "intra_step": self.intra_step, "inter_step": self.inter_step}
         for name in _LINKS:
             link = getattr(self, name)
             # A machine without NVMe says 0 for its rates.
             if self.nvme_capacity or not name.startswith("nvme"):
                 rates[f"rate of {name}"] = link.rate
-            if not (is_number(link.latency) and link.latency >= 0):
-                yield f"latency of {name} is {link.latency!r}, not seconds"
+            may_be_0[f"latency of {name}"] = link.latency
+        for name, value in may_be_0.items():
+            if not (is_number(value) and value >= 0):
+                yield f"{name} is {value!r}, not a number of at least 0"
         for name, rate in rates.items():
             if not (is_number(rate) and rate > 0):
                 yield f"{name} is {rate!r}, not a rate above 0"
