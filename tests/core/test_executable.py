@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zerograph.core.executable import Executable
+from zerograph.core.executable import missing, tiers_run
 from zerograph.core.layout import Layout
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Param, Placement, Plan
@@ -42,16 +42,16 @@ PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
     ],
 )
 def test_what_is_missing(plan: Plan, cpu: str, cuda: str) -> None:
-    assert Executable.on(machine_named("cpu")).missing(plan) == cpu
-    assert Executable.on(machine_named("h100-80gb")).missing(plan) == cuda
+    assert missing(plan, tiers_run(machine_named("cpu"))) == cpu
+    assert missing(plan, tiers_run(machine_named("h100-80gb"))) == cuda
 
 
 def test_where_something_may_go_on_a_split_machine() -> None:
     split = replace(machine_named("cpu"), split=True)
-    assert Executable.on(split).tiers == ("host", "nvme") and Executable.on(split, disks=()).tiers == ("host",)
+    assert tiers_run(split) == ("host", "nvme") and tiers_run(split, disks=()) == ("host",)
     beyond = replace(PLAN, buckets=(replace(PLAN.buckets[0], placement=Placement("host", "host", "nvme")),))
-    assert Executable.on(split).missing(beyond) == ""
-    assert Executable.on(split, disks=()).missing(beyond) == (
+    assert missing(beyond, tiers_run(split)) == ""
+    assert missing(beyond, tiers_run(split, disks=())) == (
         "parameters and gradients on host, optimizer on nvme (bucket a)"
     )
 
@@ -59,5 +59,5 @@ def test_where_something_may_go_on_a_split_machine() -> None:
 def test_activations_go_where_shards_may() -> None:
     split = replace(machine_named("cpu"), split=True)
     both = replace(PLAN, offload=(("blocks.0", "host"), ("blocks.1", "nvme")))
-    assert Executable.on(split).missing(both) == ""
-    assert Executable.on(split, disks=()).missing(both) == "activations of blocks.1 on nvme"
+    assert missing(both, tiers_run(split)) == ""
+    assert missing(both, tiers_run(split, disks=())) == "activations of blocks.1 on nvme"

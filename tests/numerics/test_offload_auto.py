@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.core import slots
 from zerograph.core.errors import ConfigError, InfeasibleError
-from zerograph.core.executable import Executable
-from zerograph.core.machine import DISKS, Machine, machine_named
+from zerograph.core.executable import missing, tiers_run
+from zerograph.core.machine import DISKS, Machine, Tier, machine_named
 from zerograph.core.step import Step
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.search.constraints import Constraints
@@ -37,15 +37,15 @@ def _slot() -> Iterator[None]:
     slots.SLOT = slots_of_states.SLOT = before
 
 
-def _tight(step: Step, machine: Machine, runs: Executable) -> dict[str, int]:
+def _tight(step: Step, machine: Machine, runs: tuple[Tier, ...]) -> dict[str, int]:
     """Memory in which some buckets have to leave, and not all alike, to all tiers that there are."""
     constraints = Constraints("auto", 2, bucket_size=20 * 2**10, offload="auto", executable=runs)
     search = Search(step, constraints, machine)
     for device, host in sorted({(c.peaks[0], c.peaks[1]) for c in search.best}, key=sum):
         fastest = search.within({**machine.budget(2), "device": device, "host": host})
         placements = {bucket.placement for bucket in fastest.plan.buckets} if fastest is not None else set()
-        if len(placements) > 1 and {tier for each in placements for tier in each.offload_tiers} == {*runs.tiers}:
-            least = {"memory": device, "host_memory": host} if "host" in runs.tiers else {"memory": device}
+        if len(placements) > 1 and {tier for each in placements for tier in each.offload_tiers} == {*runs}:
+            least = {"memory": device, "host_memory": host} if "host" in runs else {"memory": device}
             return {name: int(size / (1 - RESERVE)) + 1 for name, size in least.items()}
     raise AssertionError("no such memory")
 
@@ -57,14 +57,14 @@ def _as_in_memory(folder: str) -> None:
     step = next(frame.step for frame in plain.backend.frames if frame.step.training)
     cpu, split = machine_named("cpu"), replace(machine_named("cpu"), split=True)
     for machine, more in ((cpu, {"path": folder}), (split, {}), (split, {"path": folder})):
-        runs = Executable.on(machine, DISKS if "path" in more else ())
+        runs = tiers_run(machine, DISKS if "path" in more else ())
         tight = _tight(step, machine, runs)
         offloaded = Run(adamw, stage="auto", offload="auto", machine=machine, **tight, **more)
         _accumulates_and_evaluates(offloaded)
         _same(offloaded.result(), plain.result())
         plan = offloaded.backend.plan
-        assert len({bucket.placement for bucket in plan.buckets}) > 1 and not runs.missing(plan)
-        assert {tier for bucket in plan.buckets for tier in bucket.placement.offload_tiers} == {*runs.tiers}
+        assert len({bucket.placement for bucket in plan.buckets}) > 1 and not missing(plan, runs)
+        assert {tier for bucket in plan.buckets for tier in bucket.placement.offload_tiers} == {*runs}
         assert ("optimizer states" in offloaded.backend._store.bytes()) is ("path" in more)
 
 

@@ -18,7 +18,7 @@ from planner.steps import Layer, of_kinds, profile_of, step_of
 from quick import examples
 
 from zerograph.core.errors import ZeroGraphError
-from zerograph.core.executable import Executable
+from zerograph.core.executable import tiers_run
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.instructions import Move
 from zerograph.core.layout import Layout
@@ -116,7 +116,7 @@ def test_what_waits_off_the_device_is_what_coarse_programs_move() -> None:
 def test_a_search_may_be_given_where_activations_wait() -> None:
     """Anywhere, where the plan can be run and something may leave; else where they were told to."""
     step, machine = step_of([Layer(rows=256, inside=2 * MIB)] * 4), replace(CPU, device_memory=10**12)
-    executable = Executable.on(machine)
+    executable = tiers_run(machine)
     kept = Search(step, Constraints(3, 2, offload="auto", saved="device", executable=executable), machine)
     assert not any(candidate.plan.offload for candidate in kept.best)
     free = Search(step, Constraints(3, 2, offload="auto", executable=executable), machine)

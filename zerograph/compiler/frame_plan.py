@@ -24,7 +24,7 @@ from zerograph.compiler.compilation import Plain
 from zerograph.compiler.room import Disk, room_on, rooms
 from zerograph.core.config import ROOM, Config
 from zerograph.core.errors import ConfigError, InfeasibleError
-from zerograph.core.executable import Executable
+from zerograph.core.executable import tiers_run
 from zerograph.core.layout import Layout
 from zerograph.core.machine import OFFLOAD_TIERS, TIER_NAMES, TIERS, Machine, Precision, Tier, is_disk, preset_for
 from zerograph.core.param_bytes import shard_bytes, state_bytes
@@ -347,7 +347,7 @@ class Planner:
         return known
 
     def _searched(self, step: Step, states: int) -> Found:
-        runs = Executable.on(self.machine, self._config.folders)
+        runs = tiers_run(self.machine, self._config.folders)
         constraints = Constraints.of(
             self._config, self._world_size, replicas=self._replicas, hosts=self._hosts, executable=runs
         )

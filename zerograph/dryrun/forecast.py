@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from zerograph.core.config import FOLDERS, Config
 from zerograph.core.errors import ConfigError, InfeasibleError
-from zerograph.core.executable import Executable
+from zerograph.core.executable import tiers_run
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.layout import Layout
 from zerograph.core.machine import TIERS, Machine, Tier
@@ -93,7 +93,7 @@ def plan_file(
     saved = options.get("activations", "auto")
     if saved in FOLDERS:
         options |= {FOLDERS[saved]: "."}  # to which nothing is written
-    if offload != "none" or saved not in ("auto", "keep", *Executable.on(machine).tiers):
+    if offload != "none" or saved not in ("auto", "keep", *tiers_run(machine)):
         if saved in TIERS:
             open_tiers(machine, world * replicas, "optimizer", saved)  # which refuses what is not there
         config = Config.of(**options)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from planner.steps import Layer, of_kinds, step_of, transformer
 from quick import examples
 
-from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.step import Step, TokenRegion
 from zerograph.planner.estimate.sizes import ModelSize
@@ -58,20 +57,20 @@ def test_remedies_are_offload_nvme_and_tiles_too() -> None:
     assert any(remedy.startswith("tiling of large operators (can be planned, not run yet): ") for remedy in fitting)
     alone = [remedy for remedy in remedies if remedy.startswith('offload="parameters", tier="nvme" (can be planned')]
     assert len(alone) == 1 and " less, " in alone[0]
-    runs = Search(step, replace(search.constraints, executable=Executable(())), MACHINE)
+    runs = Search(step, replace(search.constraints, executable=()), MACHINE)
     hint = infeasible(runs, step, MACHINE, 150 * 2**20).hint
     assert "tile= for large linear layers: " in hint and "tiling of" not in hint
 
 
 def test_tiles_of_the_loss_and_of_tokens_are_remedies() -> None:
     step = gpt(ModelSize.of(layers=2, hidden=256, vocab=50_000), Training(batch=8), 2, 2, sharded=True)
-    search = Search(step, Constraints("auto", 2, loss=1, tokens=1, executable=Executable(())), MACHINE)
+    search = Search(step, Constraints("auto", 2, loss=1, tokens=1, executable=()), MACHINE)
     hint = infeasible(search, step, MACHINE, search.smallest.peak // 3).hint
     assert re.search(r'loss_tiles="auto": [^;]*, then it fits', hint) and "token_tiles" not in hint
     step = step_of([Layer(stream=10**7, inside=10**9, flops=10**12)])
     inside = tuple(v.name for v in step.values if v.bytes == 10**9)
     step = replace(step, token_regions=(TokenRegion("blocks.0", "blocks.0:up", ("blocks.0.weight",), inside, ()),))
-    search = Search(step, Constraints(3, 2, loss=1, tokens=1, executable=Executable(())), MACHINE)
+    search = Search(step, Constraints(3, 2, loss=1, tokens=1, executable=()), MACHINE)
     hint = infeasible(search, step, MACHINE, search.smallest.peak // 2).hint
     assert re.search(r'token_tiles="auto": [^;]*, then it fits', hint) and "loss_tiles" not in hint
 

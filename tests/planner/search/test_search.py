@@ -16,7 +16,7 @@ from planner.steps import Layer, step_of, transformer
 from quick import examples
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.executable import Executable
+from zerograph.core.executable import missing, tiers_run
 from zerograph.core.files.planfile import Holding
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Placement, Plan
@@ -321,24 +321,24 @@ def test_another_tier_never_makes_a_plan_slower(layers: list[Layer]) -> None:
 @settings(max_examples=5, deadline=None)
 @given(layers=st.one_of(_SMALL, _MIXED), offload=st.sampled_from(["optimizer", "parameters", "auto"]))
 def test_a_backend_is_given_what_it_can_execute(layers: list[Layer], offload: Any) -> None:
-    cpu, runs = machine_named("cpu"), Executable.on(machine_named("cpu"))
+    cpu, runs = machine_named("cpu"), tiers_run(machine_named("cpu"))
     constraints = replace(WISH, offload=offload, executable=runs)
     search = Search(step_of(layers), constraints, cpu)
-    assert not any(runs.missing(candidate.plan) for candidate in search.best)
+    assert not any(missing(candidate.plan, runs) for candidate in search.best)
     offloaded = {tier for c in search.best for b in c.plan.buckets for tier in b.placement.offload_tiers}
     assert offloaded == {"nvme"} or offload == "auto"
     if offload == "auto":  # what stays in memory is updated faster
         found = search.within({"device": 2**60, "nvme": 2**60})
         assert found is not None and {b.placement for b in found.plan.buckets} == {Placement()}
     with pytest.raises(ConfigError, match=f"on {MACHINE.name} nothing can leave the device yet"):
-        Search(step_of(layers), replace(constraints, executable=Executable(())), MACHINE)
+        Search(step_of(layers), replace(constraints, executable=()), MACHINE)
 
 
 @pytest.mark.parametrize(("rows", "slot"), [(2**24, 7 * 4 * 2**21), (2**26, SLOT)])
 def test_slots_count_on_a_cpu_where_states_leave(rows: int, slot: int) -> None:
     """Of 4 bytes for each of seven kinds of the elements that a rank has of the largest bucket, at most."""
     constraints = replace(
-        WISH, bucket_size=2**22, prefetch=0, offload="parameters", executable=Executable.on(machine_named("cpu"))
+        WISH, bucket_size=2**22, prefetch=0, offload="parameters", executable=tiers_run(machine_named("cpu"))
     )
     for best in Search(step_of([Layer(rows=rows)] * 2), constraints, machine_named("cpu")).best:
         assert best.held == SLOTS * slot < best.peak  # beside them nothing is held from step to step

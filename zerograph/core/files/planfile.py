@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Any
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.executable import Executable
+from zerograph.core.executable import missing, tiers_run
 from zerograph.core.files.columns import from_table, table
 from zerograph.core.files.kinds import refuse_other_kind
 from zerograph.core.files.linediff import unified
@@ -137,7 +137,7 @@ class PlanFile:
     @property
     def unexecuted(self) -> str:
         """The features that the plan needs and nothing executes yet, for people; empty when the plan can be run."""
-        return Executable.on(self.machine).missing(self.plan)
+        return missing(self.plan, tiers_run(self.machine))
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, one line, with a digest of everything else in it."""

@@ -228,7 +228,7 @@ def _placements(constraints: Constraints, machine: Machine) -> Iterator[tuple[st
             replace(constraints, tile=True),
         )
     if constraints.executable is not None and constraints.saved is None and constraints.offload != "auto":
-        for tier in constraints.executable.tiers:
+        for tier in constraints.executable:
             if machine.capacity(tier, constraints.ranks):
                 yield f'activations="{tier}"', replace(constraints, saved=tier)
     if constraints.executable is not None and isinstance(constraints.loss, int):
@@ -245,7 +245,7 @@ def _placements(constraints: Constraints, machine: Machine) -> Iterator[tuple[st
         return
     kinds: list[Offload] = [kind for level, kind in enumerate(OFFLOADS) if 0 < level <= constraints.sharding]
     for tier in TIERS[1:]:
-        run = constraints.executable is not None and tier in constraints.executable.tiers
+        run = constraints.executable is not None and tier in constraints.executable
         for kind in kinds if machine.capacity(tier, constraints.ranks) else ():
             if (kind, tier) != (constraints.offload, constraints.tier) and not (
                 constraints.offload == kind and constraints.tier is None

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from zerograph.core.config import DEFAULT_PREFETCH, Config, Recompute, TileOption
 from zerograph.core.errors import ConfigError
-from zerograph.core.executable import Executable
 from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import OFFLOADS, Offload, Overlap, Update
 from zerograph.planner.programs.open_placements import open_tiers
@@ -45,7 +44,8 @@ class Constraints:
             open.
         overlap: what updates of states off the device run beside, by the optimizer's argument of that name; "auto" is
             any of :data:`EXACT`.
-        executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
+        executable: the tiers beside the device that the one who runs the plan can use; nothing else is searched. None
+            searches all.
     """
 
     stage: Literal[0, 1, 2, 3, "auto"]
@@ -63,7 +63,7 @@ class Constraints:
     tiling: TileOption = "auto"
     update: Update | Literal["auto"] = "host"
     overlap: Overlap | Literal["auto"] = "none"
-    executable: Executable | None = None
+    executable: tuple[Tier, ...] | None = None
     replicas: int = 1
     hosts: int = 1
 
@@ -110,14 +110,14 @@ class Constraints:
     @property
     def activations(self) -> bool:
         """Whether the search chooses which saved activations leave the device, where something may."""
-        return self.saved is None and (self.executable is None or bool(self.executable.tiers))
+        return self.saved is None and (self.executable != ())
 
     def with_updates(self, machine: Machine) -> list[Constraints]:
         """These constraints for each way in which updates may run, where that is open."""
         overlaps = EXACT if self.overlap == "auto" else (self.overlap,)
         update: Update = "host" if self.update == "auto" else self.update
         found = [replace(self, overlap=overlap, update=update) for overlap in overlaps]
-        there = machine.capacity("host", self.ranks) and (self.executable is None or "host" in self.executable.tiers)
+        there = machine.capacity("host", self.ranks) and (self.executable is None or "host" in self.executable)
         may_leave = self.offload != "none" and self.tier in (None, "host") and there
         # Updates on the device run behind the backward.
         if self.update == "auto" and may_leave and "none" in overlaps:
@@ -134,7 +134,7 @@ class Constraints:
         found = open_tiers(machine, self.ranks, self.offload, tier)
         if self.executable is None or self.offload == "none":
             return found
-        run = tuple(tier for tier in found if tier in self.executable.tiers)
+        run = tuple(tier for tier in found if tier in self.executable)
         if not run:
             raise ConfigError(
                 f"on {machine.name} nothing can leave the device yet", "offload runs on CPUs, with shards on NVMe"
