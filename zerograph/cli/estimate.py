@@ -49,7 +49,7 @@ _SCORES = "Whether attention stores its scores (whole) or not (fused)."
 @click.option("--dtype", default="bfloat16", show_default=True, help="Compute dtype.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="zerograph", show_default=True, help=_LAYOUTS)
 @click.option("--attention", type=click.Choice(ATTENTIONS), default="fused", show_default=True, help=_SCORES)
-@click.option("--stage", type=click.Choice([str(stage) for stage in STAGES]), help="This ZeRO stage only.")
+@click.option("--stage", type=click.Choice(STAGES), help="This ZeRO stage only.")
 @click.option("--offload", type=click.Choice(OFFLOADS), help="This offload only; each includes those before it.")
 @click.option("--tier", type=click.Choice(TIERS), help="Offload to this tier only; device offloads nothing.")
 @click.option(
@@ -100,13 +100,11 @@ def estimate(
 def _question(model: str | None, what: What | None, machine: str, memory: int | None, **options: Any) -> Question:
     sizes = {name: options.pop(name) for name in SIZES}
     steps = {name: options.pop(name) for name in ("batch", "seq", "accumulate", "dtype", "optimizer", "attention")}
-    stage = options.pop("stage")
     return Question(
         size=_size(what, sizes.pop("params"), **sizes) if model is None else _size_of(model, what, **sizes),
         training=Training(**steps),
         machine=machine_from(machine, memory),
         world_size=options.pop("world"),
-        stage=None if stage is None else STAGES[int(stage)],
         **options,
     )
 

@@ -14,7 +14,7 @@ from zerograph.cli.size_options import SIZES, sizes
 from zerograph.cli.terminal import progress, show_lines
 from zerograph.cli.verbosity import model_code, verbose_option
 from zerograph.cli.view.screen import show_summary
-from zerograph.core.config import ACTIVATIONS, OFFLOAD
+from zerograph.core.config import ACTIVATIONS, OFFLOAD, STAGES
 from zerograph.core.errors import ConfigError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.reading import check_writable
@@ -28,24 +28,12 @@ from zerograph.planner.estimate.sizes import ModelSize, format_count
 from zerograph.planner.explain.reasons import runs
 
 
-def _recompute(text: str) -> str | float:
-    return text if text in ("auto", "none", "full") else float(text)
+def _or(number: Callable[[str], float], *words: str) -> Callable[[str], str | float]:
+    """A parser of a number, or of one of ``words``."""
+    return lambda text: text if text in words else number(text)
 
 
-def _tile(text: str) -> str | int:
-    return text if text in ("auto", "off") else int(text)
-
-
-def _tiles(text: str) -> str | int:
-    return text if text == "auto" else int(text)
-
-
-def _stage(text: str) -> int | str:
-    if text not in ("0", "1", "2", "3", "auto"):
-        raise ValueError(f"{text!r} is no stage")
-    return text if text == "auto" else int(text)
-
-
+_STAGE = "ZeRO stage; auto fills the memory."
 _OFFLOADED = (
     "Tensors that may leave the device; each choice includes those before it. Backends run plans with NVMe on CPUs, "
     "and with shards on the host on GPUs."
@@ -62,12 +50,11 @@ _TILE = "Tiles of each large weight of a linear layer; auto has none, or chooses
 _LOSS_TILES = "Tiles of tokens that head and loss run in; auto has one, or chooses with --offload."
 _ACCUMULATE = "Micro-batches of a step, of --batch sequences each; the plan is that of one."
 _CHOSEN = "chosen at stage auto and with --offload"
-RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
-STAGE = Parsed("0|1|2|3|auto", _stage)
-TILE = Parsed("auto|off|N", _tile)
+RECOMPUTE = Parsed("auto|none|full|0..1", _or(float, "auto", "none", "full"))
+TILE = Parsed("auto|off|N", _or(int, "auto", "off"))
 _TOKEN_TILES = "Tiles of tokens that MLPs of recomputed layers run in; auto has one, or more where nothing else fits."
 _BATCH_TILES = "Parts of the batch that layers run for, one after another; auto likewise."
-TILES = Parsed("auto|N", _tiles)
+TILES = Parsed("auto|N", _or(int, "auto"))
 
 
 @click.command()
@@ -79,7 +66,7 @@ TILES = Parsed("auto|N", _tiles)
 )
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences per rank.")
 @click.option("--seq", type=click.IntRange(1), default=1024, show_default=True, help="Tokens per sequence.")
-@click.option("--stage", type=STAGE, default="3", show_default=True, help="ZeRO stage; auto fills the memory.")
+@click.option("--stage", type=click.Choice((*STAGES, "auto")), default=3, show_default=True, help=_STAGE)
 @click.option("--machine", default="h100-80gb", show_default=True, help="A preset, or a file from `zerograph bench`.")
 @click.option(
     "--device",
