@@ -13,7 +13,7 @@ from zerograph.cli.options import SIZE, Parsed
 from zerograph.cli.size_options import SIZES, sizes
 from zerograph.cli.terminal import progress, show_lines
 from zerograph.cli.verbosity import model_code, verbose_option
-from zerograph.cli.view.screen import show_summary
+from zerograph.cli.view.summary import show_summary
 from zerograph.core.config import ACTIVATIONS, OFFLOAD, STAGES
 from zerograph.core.errors import ConfigError
 from zerograph.core.files.planfile import PlanFile

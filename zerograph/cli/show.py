@@ -15,7 +15,6 @@ from zerograph.cli.terminal import show_lines, show_table
 from zerograph.cli.view import summary
 from zerograph.cli.view.groups import BYS, By, grouped, largest_rows
 from zerograph.cli.view.moment import Moment, find_task, moment
-from zerograph.cli.view.screen import show_summary
 from zerograph.cli.view.tables import Table, group_data, group_table, moment_data, moment_lines, moment_table
 from zerograph.core.errors import ConfigError
 from zerograph.core.files.planfile import PlanFile
@@ -97,7 +96,7 @@ def show(
         show_lines([*moment_lines(file, instant), ""])
         _show(moment_table(file, instant, top))
     else:
-        show_summary(file, beside)
+        summary.show_summary(file, beside)
         click.echo()
         _show_groups(file, beside, by, top)
 

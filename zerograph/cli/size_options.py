@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import click
 
-from zerograph.cli.options import Parsed
+from zerograph.cli.options import F, Parsed
 from zerograph.planner.estimate.sizes import parse_count
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 COUNT = Parsed("count", parse_count)
 """A number, such as 128k or 70B."""

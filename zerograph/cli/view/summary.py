@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zerograph.cli.terminal import Cell
+import click
+
+from zerograph.cli.terminal import Cell, drawable, show_table, width
 from zerograph.cli.view.collapsing import short_source
 from zerograph.cli.view.drawing import ASCII_BAR, ASCII_BLOCKS, BAR, BLOCKS, bar, sparkline
 from zerograph.cli.view.groups import peak_moments
@@ -18,6 +20,21 @@ from zerograph.core.timeline import STREAMS, Forecast, Peak, Span
 from zerograph.core.units import format_bytes, format_ranks, format_seconds
 
 BAR_WIDTH = 20
+NARROWEST, WIDEST = 16, 60
+BESIDE_SPARKLINE = 44
+"""Columns that the name of a tier and its peak need."""
+
+
+def show_summary(file: PlanFile, beside: Beside | None = None) -> None:
+    """Write the summary of ``file`` as three tables, beside what a run measured, and the forecast with its seconds."""
+    unicode = drawable(BLOCKS + BAR)
+    drawing = min(max(width() - BESIDE_SPARKLINE, NARROWEST), WIDEST)
+    run = beside.measured if beside is not None else None
+    show_table(headline(file, beside))
+    click.echo()
+    show_table(memory(file, run, drawing, unicode=unicode))
+    click.echo()
+    show_table(streams(file, run, unicode=unicode), numbers={2, 3})
 
 
 def as_data(file: PlanFile, beside: Beside | None) -> dict[str, Any]:
