@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
@@ -15,6 +15,17 @@ from typing import Any, Literal
 from zerograph.core.layout import Collective, Layout, largest, transition
 
 Kind = Literal["param", "gathered", "activation", "gradient", "state", "temporary", "input"]
+KIND_NAMES: Mapping[Kind, str] = {
+    "param": "parameters",
+    "state": "optimizer states",
+    "gradient": "gradients",
+    "gathered": "gathered parameters",
+    "activation": "activations",
+    "input": "inputs",
+    "temporary": "temporaries",
+}
+"""As people call the uses of memory. In the order in which pictures stack them: what hardly changes in a step carries
+what comes and goes."""
 Phase = Literal["forward", "backward"]
 """The loss that a model computes is the end of its forward; one that the user computes of its outputs is no part of a
 step. Updates are the optimizer's, which follows the backward."""

@@ -212,7 +212,7 @@ def test_memory_is_stacked_by_kind(opened: Opener) -> None:
     text = {name: switch.inner_text() for name, switch in switches(page).items()}
     assert text == {
         "parameters": "parameters 48 MiB",
-        "gathered": "gathered 48 MiB",
+        "gathered": "gathered parameters 48 MiB",
         "activations": "activations 24 MiB",
     }
     peak, sizes = file.forecast.peaks["device"].bytes, {48, 24}
@@ -220,7 +220,10 @@ def test_memory_is_stacked_by_kind(opened: Opener) -> None:
     scale = peak / (bottom - min(y for _, y in found[-1][1]))
     shown = {round(max(low - high for (_, low), (_, high) in zip(*band, strict=True)) * scale / MIB) for band in found}
     assert shown == sizes
-    assert "of it parameters 48 MiB, gathered 48 MiB, activations 24 MiB" in page.locator("main").aria_snapshot()
+    assert (
+        "of it parameters 48 MiB, gathered parameters 48 MiB, activations 24 MiB"
+        in page.locator("main").aria_snapshot()
+    )
 
 
 def test_kinds_are_switched_off_and_on_with_keys(opened: Opener) -> None:

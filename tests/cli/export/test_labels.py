@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from zerograph.cli.export.labels import KIND_COLOURS, KIND_NAMES, REST
-from zerograph.core.step import Kind
+from zerograph.cli.export.labels import KIND_COLOURS, REST
+from zerograph.core.step import KIND_NAMES, Kind
 
 SEEN = {
     "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),

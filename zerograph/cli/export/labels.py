@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zerograph.core.machine import TIERS, Tier
-from zerograph.core.step import Kind
 from zerograph.core.timeline import STREAMS, Forecast, Stream
 
 STREAM_NAMES: Mapping[Stream, str] = {
@@ -44,16 +43,6 @@ TIER_COLOURS: Mapping[Tier, Colours] = {
     "host": Colours("#0b7470", "#5fd0c5"),
     "nvme": Colours("#b3245f", "#f592b8"),
 }
-KIND_NAMES: Mapping[Kind, str] = {
-    "param": "parameters",
-    "state": "optimizer states",
-    "gradient": "gradients",
-    "gathered": "gathered",
-    "activation": "activations",
-    "input": "inputs",
-    "temporary": "temporaries",
-}
-"""In the order in which they are stacked: what hardly changes in a step carries what comes and goes."""
 REST = "rest"
 """Stands among kinds for what no holding explains."""
 REST_NAME = "not told apart"

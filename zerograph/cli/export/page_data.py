@@ -7,14 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from zerograph.cli.export.labels import (
-    KIND_NAMES,
-    REST,
-    REST_NAME,
-    STREAM_NAMES,
-    streams_used,
-    tiers_used,
-)
+from zerograph.cli.export.labels import REST, REST_NAME, STREAM_NAMES, streams_used, tiers_used
 from zerograph.cli.export.modules import Module, module_tree, most_held
 from zerograph.cli.export.picture import memory_top, peak_bytes, peak_time
 from zerograph.cli.view.levels import levels
@@ -22,6 +15,7 @@ from zerograph.cli.view.moment import by_kind, moment
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import TIER_NAMES, Tier
+from zerograph.core.step import KIND_NAMES
 from zerograph.core.timeline import Forecast
 
 NANOSECOND_DIGITS = 9

@@ -17,7 +17,7 @@ from zerograph.core.machine import TIERS, Machine, Tier, offload_tier
 from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.slots import SLOTS
-from zerograph.core.step import Step
+from zerograph.core.step import KIND_NAMES, Step
 from zerograph.planner.estimate.sizes import ModelSize
 from zerograph.planner.estimate.strategy import Strategy
 from zerograph.planner.estimate.synthetic import gpt
@@ -27,7 +27,6 @@ from zerograph.planner.profile.loss import Head, head_of, tiled, with_loss_tiles
 from zerograph.planner.profile.regions import Profile, profile
 from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.depths import continued, peaks_by_part
-from zerograph.planner.programs.forecasts import KINDS
 from zerograph.planner.programs.micro_batches import earlier_passes, gradients_left
 from zerograph.planner.programs.placement import between_steps
 from zerograph.planner.programs.rates import Rates
@@ -239,7 +238,7 @@ def _by_kind(preset: Preset, layers: int) -> Numbers:
     run, (_, holdings) = walk(programs, scheduler.costs), simulate(programs, scheduler.rates, held=held)
     peaks = peaks_by_part(run, tuple((one.tier, one.bytes) for one in held))
     found: dict[tuple[object, ...], float] = {}
-    for kind, name in KINDS.items():
+    for kind, name in KIND_NAMES.items():
         run.events = {tier: [] for tier in TIERS}
         before = run.hold_all(one for one in holdings if one.kind == kind)
         for tier, parts in zip(TIERS, peaks, strict=True):

@@ -16,12 +16,12 @@ from zerograph.core.layout import Layout, split_dimension
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import OFFLOADS, Offload
-from zerograph.core.step import Kind, Step, layer_of
+from zerograph.core.step import KIND_NAMES, Kind, Step, layer_of
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate.shortage import Remedy, ranked
 from zerograph.planner.profile.regions import Life, Profile, Work
-from zerograph.planner.programs.forecasts import KINDS, forecast_plan
+from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.search.constraints import Constraints, same_variants
 from zerograph.planner.search.search import Search, smallest
 from zerograph.planner.search.search_space import Candidate, limits, overrun
@@ -109,7 +109,7 @@ def _elsewhere(forecast: Forecast, holdings: tuple[Holding, ...], peak: Peak, ti
     kinds = Counter[Kind]()
     for holding in there:
         kinds[holding.kind] += holding.bytes
-    held = ", ".join(f"{format_bytes(size)} of {KINDS[kind]}" for kind, size in kinds.most_common())
+    held = ", ".join(f"{format_bytes(size)} of {KIND_NAMES[kind]}" for kind, size in kinds.most_common())
     largest = max(there, key=lambda h: h.bytes)
     return f"most is held in {peak.name}: {held}; the largest is {largest.name} with {format_bytes(largest.bytes)}"
 

@@ -12,7 +12,6 @@ from zerograph.core.machine import Machine, is_disk
 from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
-from zerograph.core.step import Kind
 from zerograph.core.timeline import NOT_COUNTED, Forecast
 from zerograph.planner.profile.regions import Life, Profile
 from zerograph.planner.programs.coarse import coarse_programs
@@ -89,17 +88,6 @@ def forecast_plan(
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
     programs = coarse_programs(scheduler, plan, adds=adds)
     return simulate(programs, scheduler.rates, held=held, not_counted=not_counted, parts=parts)
-
-
-KINDS: Mapping[Kind, str] = {
-    "param": "parameters",
-    "state": "optimizer states",
-    "gradient": "gradients",
-    "gathered": "gathered parameters",
-    "activation": "activations",
-    "temporary": "temporaries",
-}
-"""The uses of memory, as people call them."""
 
 
 def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> Iterator[Holding]:
