@@ -54,7 +54,7 @@ from zerograph.dryrun.forecast import forecast_file
 from zerograph.planner.estimate.estimate import RESERVE, Question, estimate_rows, fastest
 from zerograph.planner.estimate.sizes import ModelSize
 from zerograph.planner.estimate.training import Training
-from zerograph.planner.programs.rates import Rates
+from zerograph.sim.rates import Rates
 
 LOSS_MOVES = (2 + 4) + (4 + 4) + 4 + (4 + 4 + 4) + (4 + 2)
 """Bytes that a loss which is not compiled reads and writes of each logit: cast, logarithm, its gradient made, passed

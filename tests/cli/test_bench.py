@@ -22,7 +22,7 @@ from zerograph.cli import main
 from zerograph.cli.bench import rows
 from zerograph.core.machine import PRESETS, Link, Machine
 from zerograph.measure.job import RankReport
-from zerograph.planner.programs.rates import Rates
+from zerograph.sim.rates import Rates
 
 
 def bench(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:

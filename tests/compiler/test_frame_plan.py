@@ -23,8 +23,8 @@ from zerograph.core.param_bytes import shard_bytes, update_bytes
 from zerograph.core.plan import Plan
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.estimate.estimate import RESERVE
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.search.search import Search
+from zerograph.sim.rates import Rates
 
 
 def first_call(made: list[zerograph.Backend] | None = None, **options: Any) -> zerograph.Backend:

@@ -26,8 +26,8 @@ from zerograph.core.instructions import Update
 from zerograph.core.machine import machine_named
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.explain.retime import retimed, tasks_of
-from zerograph.planner.programs.rates import Rates
 from zerograph.runtime.executor.telemetry import LABEL
+from zerograph.sim.rates import Rates
 
 pytestmark = pytest.mark.costly
 

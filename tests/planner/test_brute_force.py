@@ -21,10 +21,10 @@ from zerograph.core.step import Step
 from zerograph.planner import plan_step
 from zerograph.planner.profile.regions import profile
 from zerograph.planner.programs.coarse import coarse_programs
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import time_and_peaks
 
 GPU, WORLD, SIZE = machine_named("h100-80gb"), 8, 2**26

@@ -38,12 +38,12 @@ from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.open_placements import PLACEMENTS
 from zerograph.planner.programs.placement import Shards, bucket_parts
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.sim.costs import TierBytes
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import time_and_peaks
 
 GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from zerograph.core.instructions import Compute, Free, Gather, Instruction, WaitGather
 from zerograph.core.machine import machine_named
 from zerograph.core.program import Program, Register, Segment
-from zerograph.planner.programs.rates import Rates
 from zerograph.runtime.buffers import BufferPool
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import simulate
 
 

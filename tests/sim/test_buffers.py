@@ -11,8 +11,8 @@ from zerograph.core.instructions import Compute, Free, Gather, Instruction, Wait
 from zerograph.core.machine import machine_named
 from zerograph.core.program import Program, Register, Segment
 from zerograph.core.timeline import Forecast
-from zerograph.planner.programs.rates import Rates
 from zerograph.sim.buffers import FreeBuffers
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import simulate
 
 CPU = machine_named("cpu")

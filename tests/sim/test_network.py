@@ -14,7 +14,7 @@ from zerograph.core.instructions import Compute, Gather, Instruction, Reduce, Wa
 from zerograph.core.machine import Link, Machine, machine_named
 from zerograph.core.program import Program, Register, Segment
 from zerograph.core.timeline import Forecast
-from zerograph.planner.programs.rates import Rates
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import again, simulate
 
 # A byte takes a second; of four, two cross the network between two hosts, and two come from the other rank of the host.

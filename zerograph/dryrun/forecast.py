@@ -21,8 +21,8 @@ from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.forecasts import forecast_programs
 from zerograph.planner.programs.micro_batches import seconds_of_passes
 from zerograph.planner.programs.open_placements import open_placements, open_tiers
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.search.constraints import Constraints
+from zerograph.sim.rates import Rates
 
 ATTEMPTS = 8
 """Plans that are compiled in search of one whose programs hold no more than they may, after the first."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from zerograph.core.files.runfile import Measured
 from zerograph.core.instructions import (
@@ -23,8 +22,9 @@ from zerograph.core.instructions import (
     WaitGather,
 )
 from zerograph.core.machine import Tier
-from zerograph.core.program import Program, Segment
+from zerograph.core.program import Program
 from zerograph.core.timeline import Stream
+from zerograph.sim.rates import Rates
 
 TierBytes = tuple[tuple[Tier, int], ...]
 """Bytes per tier."""
@@ -33,28 +33,6 @@ TierBytes = tuple[tuple[Tier, int], ...]
 def on(tier: Tier, size: int) -> TierBytes:
     """``size`` bytes on ``tier``."""
     return ((tier, size),) if size else ()
-
-
-class CostModel(Protocol):
-    """The costs of instructions on a machine."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether collectives run beside compute."""
-
-    @property
-    def network(self) -> bool:
-        """Whether they do not, but for their parts on a network that all of them share."""
-
-    def cores(self, instruction: Collective) -> float:
-        """Then the seconds of one in which it occupies what computes."""
-
-    @property
-    def uses_buffers_again(self) -> bool:
-        """Whether gathered buckets take turns in the same memory."""
-
-    def seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
-        """The seconds of one instruction, of a program with these segments."""
 
 
 # Numbers and not classes: `walk` is where a search spends its time, on the same instructions over and over.
@@ -93,7 +71,7 @@ class Fact(NamedTuple):
 class Costs:
     """The costs of instructions in seconds and memory; those that were met before are known."""
 
-    def __init__(self, rates: CostModel, measured: Measured | None = None) -> None:
+    def __init__(self, rates: Rates, measured: Measured | None = None) -> None:
         self.rates, self.measured = rates, measured
         self.overlaps, self.network = rates.overlaps, rates.network
         self.uses_buffers_again = rates.uses_buffers_again

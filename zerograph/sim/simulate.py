@@ -40,12 +40,12 @@ from zerograph.sim.costs import (
     REDUCE,
     VIEW,
     WAIT,
-    CostModel,
     Costs,
     Fact,
     TierBytes,
 )
 from zerograph.sim.forecast import forecast
+from zerograph.sim.rates import Rates
 from zerograph.sim.tasks import LATE, Tasks
 
 Peaks = tuple[int, ...]
@@ -54,7 +54,7 @@ Peaks = tuple[int, ...]
 
 def simulate(
     programs: Sequence[Program],
-    rates: CostModel,
+    rates: Rates,
     *,
     measured: Measured | None = None,
     held: tuple[Holding, ...] = (),

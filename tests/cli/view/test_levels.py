@@ -17,9 +17,9 @@ from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import Placement
 from zerograph.core.timeline import STREAMS
 from zerograph.planner.programs.forecasts import forecast_plan
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
+from zerograph.sim.rates import Rates
 
 KINDS = ("param", "gathered", "activation", "gradient", "state", "temporary", "input")
 

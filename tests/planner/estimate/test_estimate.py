@@ -28,10 +28,10 @@ from zerograph.planner.estimate.synthetic import gpt
 from zerograph.planner.estimate.training import OPTIMIZERS, Attention, Optimizer, Training
 from zerograph.planner.profile.regions import profile
 from zerograph.planner.programs.coarse import coarse_programs
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.search.decisions import with_tiles
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import walk
 
 V100 = machine_named("v100-32gb-dgx2")

@@ -19,9 +19,9 @@ from zerograph.core.param_bytes import shard_bytes, sizes_of_states
 from zerograph.core.plan import Placement
 from zerograph.core.program import Program
 from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.updates import update_program
 from zerograph.sim.check import check_programs
+from zerograph.sim.rates import Rates
 
 WIDTH, LAYERS, WORLD = 64, 6, 4
 WEIGHT = 2 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of one block

@@ -18,13 +18,13 @@ from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.explain.replay import refuse_hosts
 from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.host_parts import with_host_parts
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.decisions import with_placements, with_tiles
 from zerograph.planner.search.search import Search
 from zerograph.sim.check import check_programs
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import simulate, time_and_peaks
 
 MIB = 2**20

@@ -35,8 +35,8 @@ from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of, tiled
 from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.forecasts import forecast_plan, forecast_programs
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import simulate
 
 pytestmark = pytest.mark.costly

@@ -21,10 +21,10 @@ from zerograph.core.program import Program, Register
 from zerograph.core.timeline import Forecast, Span
 from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.updates import update_program, with_updates_inside
 from zerograph.sim.check import check_programs
+from zerograph.sim.rates import Rates
 
 LAYERS, ROWS, LOSS = 6, 2**22, 4
 FIRST, LAST = attrgetter("first"), attrgetter("last")

@@ -21,13 +21,13 @@ from zerograph.planner.explain.reasons import recomputed
 from zerograph.planner.explain.replay import restricted_to_step
 from zerograph.planner.profile.liveness import Graph, saved
 from zerograph.planner.profile.regions import profile
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.local_search import WORK
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate
 from zerograph.planner.search.selective import STOPS, stops
+from zerograph.sim.rates import Rates
 
 GPU, WORLD = machine_named("h100-80gb"), 8
 RATES = Rates(GPU, WORLD, "float32")

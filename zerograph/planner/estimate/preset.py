@@ -29,10 +29,10 @@ from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.depths import continued, peaks_by_part
 from zerograph.planner.programs.micro_batches import earlier_passes, gradients_left
 from zerograph.planner.programs.placement import between_steps
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.search.decisions import with_tiles
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import simulate, walk
 from zerograph.sim.tasks import Tasks
 

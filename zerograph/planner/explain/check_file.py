@@ -16,8 +16,8 @@ from zerograph.core.timeline import Span
 from zerograph.core.units import format_bytes
 from zerograph.planner.explain.check import BEFORE, PLAN_CHECKS, Violation
 from zerograph.planner.programs.micro_batches import seconds_of_passes
-from zerograph.planner.programs.rates import Rates
 from zerograph.sim import check as programs
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import simulate
 
 CHECKS: Mapping[str, str] = {

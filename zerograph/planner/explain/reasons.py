@@ -13,8 +13,8 @@ from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
 from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner.programs.placement import Shards
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.search.constraints import Constraints
+from zerograph.sim.rates import Rates
 
 _FASTEST = "predicted to be the fastest of the plans that were searched and fit"
 _ASKED = "it was asked for"

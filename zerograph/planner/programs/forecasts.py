@@ -18,9 +18,9 @@ from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.micro_batches import gradients_left
 from zerograph.planner.programs.placement import between_steps
 from zerograph.planner.programs.process_memory import Resident, process_growth
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.updates import update_program, with_updates_inside
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import simulate
 
 

@@ -15,8 +15,8 @@ from zerograph.core.param_bytes import shard_bytes
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.core.step import ITEM_SIZE
-from zerograph.planner.programs.rates import Rates
 from zerograph.sim.costs import Costs
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import walk
 
 

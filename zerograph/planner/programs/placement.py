@@ -6,12 +6,13 @@ stay on the device wherever their bucket goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from zerograph.core.files.planfile import Holding
+from zerograph.core.instructions import Update
 from zerograph.core.machine import OFFLOAD_TIERS, Tier, is_disk
 from zerograph.core.param_bytes import (
     averaged_bytes,
@@ -20,13 +21,14 @@ from zerograph.core.param_bytes import (
     reduced_bytes,
     sent_bytes,
     shard_bytes,
+    update_bytes,
 )
 from zerograph.core.placement import copy_tier, second_copies, values_tier
 from zerograph.core.plan import Placement, Plan, tile_rows
 from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
-from zerograph.planner.programs.rates import Rates
 from zerograph.sim.costs import TierBytes
+from zerograph.sim.rates import Rates
 
 STATES_OFFLOADED = Placement(gradients=OFFLOAD_TIERS[-1], optimizer=OFFLOAD_TIERS[-1])
 """Where all that can be updated off the device is, and what is gathered is on it."""
@@ -272,3 +274,17 @@ def between_steps(plan: Plan, state_sizes: Mapping[str, int], staging: Tier) -> 
     ring = ring_bytes(((b.placement, streamed(b.params)) for b in plan.buckets), staging)
     if ring:
         yield Holding("slots that states pass through", "temporary", staging, ring, -1, -1)
+
+
+def device_update(buckets: Sequence[Sequence[Param]], host: Collection[int], state_sizes: Mapping[str, int]) -> Update:
+    """The update on the device of the parameters in ``state_sizes`` (:func:`sizes_of_states`): those of all
+    ``buckets``, of the buckets in ``host`` what is not sharded.
+
+    It is one pass over parameters, gradients and states; the gradients go afterwards (``zero_grad``).
+    """
+    here: dict[int, list[int]] = {}
+    for index, params in enumerate(buckets):
+        for param in params:
+            if param.name in state_sizes and not (param.sharded and index in host):
+                here.setdefault(index, []).append(update_bytes(param, state_sizes[param.name]))
+    return Update(tuple(here), tuple(size for sizes in here.values() for size in sizes))

@@ -31,9 +31,9 @@ from zerograph.core.program import Register, Segment
 from zerograph.core.segment_profile import SegmentProfile
 from zerograph.core.step import Kind, Param, Phase
 from zerograph.planner.profile.regions import Atom, Life, Profile
-from zerograph.planner.programs.placement import BucketPart, bucket_parts, ring_bytes, streamed
-from zerograph.planner.programs.rates import Rates, device_update
+from zerograph.planner.programs.placement import BucketPart, bucket_parts, device_update, ring_bytes, streamed
 from zerograph.sim.costs import Costs, TierBytes
+from zerograph.sim.rates import Rates
 
 
 @dataclass(frozen=True, slots=True, eq=False)

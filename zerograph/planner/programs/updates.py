@@ -28,9 +28,9 @@ from zerograph.core.plan import Update as UpdatePlace
 from zerograph.core.program import Program
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Kind
-from zerograph.planner.programs.placement import STATES_OFFLOADED, BucketPart, bucket_parts
-from zerograph.planner.programs.rates import Rates, device_update
+from zerograph.planner.programs.placement import STATES_OFFLOADED, BucketPart, bucket_parts, device_update
 from zerograph.planner.programs.schedule import Registers
+from zerograph.sim.rates import Rates
 
 
 class Buckets(Protocol):

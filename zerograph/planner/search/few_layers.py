@@ -30,7 +30,7 @@ from zerograph.planner.programs.periods import (
     seconds_per_period,
     sections_of,
 )
-from zerograph.planner.programs.rates import device_update
+from zerograph.planner.programs.placement import device_update
 from zerograph.planner.search.search_space import Candidate, SearchSpace
 from zerograph.sim.simulate import Peaks, walk
 

@@ -11,9 +11,9 @@ from zerograph.core.machine import TIERS, Tier
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.planner.profile.regions import Profile
 from zerograph.planner.programs.coarse import coarse_programs
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.sim.costs import TierBytes
+from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import Peaks, time_and_peaks
 
 FINEST = 128

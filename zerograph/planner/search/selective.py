@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zerograph.core.step import layer_of_activation
 from zerograph.planner.profile.liveness import Graph, saved
-from zerograph.planner.programs.rates import Rates
+from zerograph.sim.rates import Rates
 
 STOPS = 3
 """Places between saving nothing of a layer and all, at most: each costs the search candidates, and little is gained."""

@@ -14,12 +14,12 @@ from zerograph.planner.profile.loss import LOSS_TILES, Head, head_of, loss_tiles
 from zerograph.planner.profile.regions import Profile, Works, profile
 from zerograph.planner.profile.tiling import tiles_wanted
 from zerograph.planner.profile.token_tiles import by_token, regions_of, regions_with, tiles_to_try, with_token_tiles
-from zerograph.planner.programs.rates import Rates
 from zerograph.planner.programs.rules import plan_step, recomputed_layers
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search_space import SearchSpace
 from zerograph.planner.search.selective import stops
 from zerograph.sim.costs import on
+from zerograph.sim.rates import Rates
 
 MIB = 2**20
 BUCKET_SIZES = (8 * MIB, 16 * MIB, DEFAULT_BUCKET_SIZE, 64 * MIB, 128 * MIB)

@@ -5,7 +5,7 @@ Forecasts of real programs and the search over plans count by these same rules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerograph.core.instructions import (
@@ -23,10 +23,8 @@ from zerograph.core.instructions import (
     Update,
 )
 from zerograph.core.machine import Machine, Tier, is_disk
-from zerograph.core.param_bytes import update_bytes
 from zerograph.core.plan import Plan
 from zerograph.core.program import Segment
-from zerograph.core.step import Param
 
 WAKE = 5e-5
 """Seconds that an update on the host takes however small it is: its threads wake, share the work and meet again."""
@@ -168,17 +166,3 @@ class Rates:
     @property
     def _sharers(self) -> int:
         return min(self.world_size * self.replicas, self.machine.ranks_per_node)
-
-
-def device_update(buckets: Sequence[Sequence[Param]], host: Collection[int], state_sizes: Mapping[str, int]) -> Update:
-    """The update on the device of the parameters in ``state_sizes`` (:func:`sizes_of_states`): those of all
-    ``buckets``, of the buckets in ``host`` what is not sharded.
-
-    It is one pass over parameters, gradients and states; the gradients go afterwards (``zero_grad``).
-    """
-    here: dict[int, list[int]] = {}
-    for index, params in enumerate(buckets):
-        for param in params:
-            if param.name in state_sizes and not (param.sharded and index in host):
-                here.setdefault(index, []).append(update_bytes(param, state_sizes[param.name]))
-    return Update(tuple(here), tuple(size for sizes in here.values() for size in sizes))

@@ -15,7 +15,7 @@ from zerograph.core.machine import Link, Tier, machine_named
 from zerograph.core.param_bytes import gathered_bytes, reduced_bytes, sizes_of_states
 from zerograph.core.program import Segment
 from zerograph.core.step import Param
-from zerograph.planner.programs.rates import Rates
+from zerograph.sim.rates import Rates
 
 WORLD = 8
 GPU = machine_named("h100-80gb")
