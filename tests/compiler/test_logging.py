@@ -45,5 +45,5 @@ def test_torch_logs_shows_passes_and_programs() -> None:
     assert done.stdout == ""
     assert "stage 3: sharded 1 parameters over 2 ranks" in logged
     assert "pass gather: 1" in logged and "pass reduce: 1" in logged
-    assert "frame 0 forward:" in logged and "wait gather" in logged and "wait reduce" in logged
+    assert "frame 0 forward:" in logged and "WaitGather" in logged and "WaitReduce" in logged
     assert "zerograph" not in default

@@ -134,11 +134,9 @@ def test_a_program_tells_what_it_works_for_and_what_it_reads() -> None:
 
 def test_the_text_is_one_line_per_instruction() -> None:
     lines = str(program(*FORWARD)).splitlines()
-    assert [line.split()[1] for line in lines] == ["gather", "wait", "compute", "free"]
-    assert lines[0] == "   0  gather       bucket 0  1 parameters, 16 B"
-    assert (
-        str(program(moving("device", "host", "gradient"))) == "   0  spill        gradient of blocks.0 tile 1/2, 1 MiB"
-    )
+    assert [line.split()[1] for line in lines] == ["Gather", "WaitGather", "Compute", "Free"]
+    assert lines[0] == "   0  Gather       bucket 0"
+    assert str(program(moving("device", "host", "gradient"))) == "   0  Move         blocks.0 tile 1/2"
 
 
 def test_collectives_name_what_all_ranks_must_agree_on() -> None:

@@ -33,7 +33,6 @@ from zerograph.core.machine import Tier
 from zerograph.core.plan import ParamTile, Residency
 from zerograph.core.segment_profile import SegmentProfile
 from zerograph.core.step import Kind, layer_of
-from zerograph.core.units import format_bytes
 
 
 def stays_resident(residency: Residency, kind: str) -> bool:
@@ -202,41 +201,6 @@ class Program:
                 return instruction.module
 
     def __str__(self) -> str:
-        """The instructions, one line each, as a person reads them."""
-        return "\n".join(f"{i:4d}  {_describe(instruction)}" for i, instruction in enumerate(self.instructions))
-
-
-def _describe(instruction: Instruction) -> str:
-    match instruction:
-        case Compute():
-            return (
-                f"compute      segment {instruction.segment}  ({len(instruction.args)} in, {len(instruction.outs)} out)"
-            )
-        case Gather():
-            size = sum(p.gathered_bytes for p in instruction.params)
-            return (
-                f"gather       bucket {instruction.bucket}  {len(instruction.params)} parameters, {format_bytes(size)}"
-            )
-        case Reduce():
-            return f"reduce       bucket {instruction.bucket}  {len(instruction.params)} gradients"
-        case WaitGather() | WaitReduce():
-            return f"wait {instruction.operation}  bucket {instruction.bucket}"
-        case Free():
-            return f"free         bucket {instruction.bucket}"
-        case Update():
-            return f"update       {len(instruction.sizes)} parameters"
-        case BeginUpdate():
-            return f"begin update bucket {instruction.bucket}"
-        case WaitFetch():
-            return "wait fetch"
-        case View(dim=dim, begin=begin, end=end):
-            return f"view         {begin} to {end} of dimension {dim}"
-        case Place(dim=dim, begin=begin):
-            return f"place        from {begin} of dimension {dim}"
-        case Accumulate(terms=terms):
-            return f"accumulate   {'a product' if len(terms) == 2 else 'a tile'}"
-        case Scale():
-            return "scale        by a number"
-        case _:
-            moved = format_bytes(instruction.bytes)
-            return f"{instruction.operation:<12} {instruction.what} of {instruction.label}, {moved}"
+        """The instructions, one line each, as a person reads them: the kind of each, and its owner."""
+        each = enumerate(self.instructions)
+        return "\n".join(f"{place:4d}  {type(one).__name__:<12} {self.label(one)}" for place, one in each)
