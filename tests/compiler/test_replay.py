@@ -200,8 +200,8 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
         assert "is not one of this model" in message
         for difference in (
             "blocks.1.norm.weight: dtype float32 in the plan, float64 here; compute dtype float32 in the plan",
-            "up.weight: shape [8, 4] in the plan, [6, 4] here",
-            "up.bias: shape [8] in the plan, [6] here; trainable False in the plan, True here",
+            "up.weight: shape (8, 4) in the plan, (6, 4) here",
+            "up.bias: shape (8,) in the plan, (6,) here; trainable False in the plan, True here",
             "down.bias is in the plan, and the model does not read it",
         ):
             assert difference in message
@@ -213,8 +213,9 @@ def test_activations_that_are_not_made_here_are_named(tmp_path: Path) -> None:
     offloaded = (("blocks.7", "nvme"), ("blocks.0", "nvme"), ("blocks.0.up:relu#9", "nvme"))
     path.write_text(replace(file, plan=replace(file.plan, offload=offloaded)).to_json())
     (message,) = run(1, _error_of, path, Deep, {"dtype": torch.float32, "path": str(tmp_path)})
-    assert "activations of blocks.7 leave the device in the plan, and are not made here" in message
-    assert "activations of blocks.0.up:relu#9 leave" in message and "blocks.0 leave" not in message
+    assert "what blocks.7 saves was decided, and the step has no such layer" in message
+    assert "blocks.0.up:relu#9 saves was decided, and the step has no such activation" in message
+    assert "blocks.0 saves" not in message
 
 
 def _different_plans(paths: list[Path | None]) -> str:

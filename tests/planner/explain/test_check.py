@@ -88,15 +88,25 @@ FIRST, SECOND = (b.params[0] for b in PLAN.buckets)
         (STEP, bucket(1, params=()), "buckets", "is empty"),
         (STEP, bucket(1, params=(FIRST, SECOND)), "buckets", "blocks.0.weight is in buckets blocks.0 and blocks.1"),
         (STEP, bucket(1, tiles=60), "plan", "bucket blocks.1 has 60 tiles of 32 rows"),
-        (STEP, bucket(1, params=()), "parameters", "blocks.1.weight is read by the step and in no bucket"),
+        (STEP, bucket(1, params=()), "parameters", "parameter blocks.1.weight is not in the plan"),
         (
             STEP,
             bucket(1, params=(SECOND, replace(FIRST, name="x"))),
             "parameters",
-            "x is in a bucket and the step does",
+            "x is in the plan, and the model does not read it",
         ),
-        (STEP, bucket(1, params=(replace(SECOND, dtype="float16"),)), "parameters", "planned with another dtype"),
-        (STEP, bucket(1, params=(replace(SECOND, tied_to=("head",)),)), "parameters", "another tied_to"),
+        (
+            STEP,
+            bucket(1, params=(replace(SECOND, dtype="float16"),)),
+            "parameters",
+            "weight: dtype float16 in the plan, float32 here",
+        ),
+        (
+            STEP,
+            bucket(1, params=(replace(SECOND, tied_to=("head",)),)),
+            "parameters",
+            "tied to ('head',) in the plan, () here",
+        ),
         (STEP, replace(PLAN, recompute=("blocks.7",)), "layers", "what blocks.7 saves"),
         (STEP, replace(PLAN, offload=(("blocks.8", "host"),)), "layers", "what blocks.8 saves"),
         (STEP, replace(PLAN, save=("blocks.0:gone",)), "layers", "the step has no such activation"),
@@ -119,7 +129,9 @@ def test_single_activations_that_the_step_has_are_no_mistake() -> None:
     plan = replace(PLAN, save=("blocks.0:up", "blocks.1:act"), offload=(("blocks.0:up", "host"),))
     assert check_plan(STEP, plan) == []
     assert replay(GivenPlan("plan.json", plan), STEP) == plan
-    with pytest.raises(ConfigError, match=r"blocks\.0:gone is saved in the plan, and not made here"):
+    with pytest.raises(
+        ConfigError, match=r"what blocks\.0:gone saves was decided, and the step has no such activation"
+    ):
         replay(GivenPlan("plan.json", replace(plan, save=("blocks.0:gone",))), STEP)
 
 

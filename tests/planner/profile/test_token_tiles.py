@@ -128,7 +128,7 @@ def test_a_plan_of_another_step_is_refused_or_restricted() -> None:
     ]
     assert restricted_to_step(plan, other).token_regions == ("blocks.1:up", "blocks.2:up")
     assert restricted_to_step(plan, replace(step, token_regions=())).token_tiles == 1
-    with pytest.raises(ConfigError, match=r"blocks.0:up is made in 4 tiles of tokens in the plan, and cannot be here"):
+    with pytest.raises(ConfigError, match=r"blocks.0:up is in 4 tiles of tokens, and needs all at once"):
         replay(GivenPlan("plan.json", plan), other)
     assert replay(GivenPlan("plan.json", plan), step) == plan
     evaluation = replay(GivenPlan("plan.json", plan), replace(step, training=False))

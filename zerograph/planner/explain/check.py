@@ -9,7 +9,7 @@ by one in its graphs (:mod:`zerograph.passes.verify`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from zerograph.core.errors import InvariantError
@@ -94,19 +94,28 @@ def buckets(plan: Plan) -> Iterator[Found]:
             owner.setdefault(param.name, bucket.name)
 
 
+def differences(planned: Iterable[Param], here: Iterable[Param]) -> Iterator[tuple[str, str]]:
+    """The parameters of a plan that are not those of a step: the name of each, and what differs."""
+    before, now = ({param.name: param for param in params} for params in (planned, here))
+    for name in {**before, **now}:
+        if name not in now:
+            yield name, f"parameter {name} is in the plan, and the model does not read it"
+        elif name not in before:
+            yield name, f"parameter {name} is not in the plan"
+        elif before[name] != now[name]:
+            yield name, f"parameter {name}: {'; '.join(_fields(before[name], now[name]))}"
+
+
+def _fields(planned: Param, here: Param) -> Iterator[str]:
+    for each in fields(Param):
+        before, now = getattr(planned, each.name), getattr(here, each.name)
+        if before != now:
+            yield f"{each.name.replace('_', ' ')} {before} in the plan, {now} here"
+
+
 def _parameters(step: Step, plan: Plan) -> Iterator[Found]:
-    planned, here = {p.name: p for b in plan.buckets for p in b.params}, {p.name: p for p in step.params}
-    for name in {**here, **planned}:
-        if name not in planned:
-            yield BEFORE, name, "", f"{name} is read by the step and in no bucket"
-        elif name not in here:
-            yield BEFORE, name, "", f"{name} is in a bucket and the step does not read it"
-        elif planned[name] != here[name]:
-            yield BEFORE, name, "", f"{name} is planned with another {' and '.join(_other(planned[name], here[name]))}"
-
-
-def _other(a: Param, b: Param) -> list[str]:
-    return [f.name for f in fields(Param) if getattr(a, f.name) != getattr(b, f.name)]
+    planned = (param for bucket in plan.buckets for param in bucket.params)
+    return ((BEFORE, name, "", text) for name, text in differences(planned, step.params))
 
 
 def _layers(step: Step, plan: Plan) -> Iterator[Found]:

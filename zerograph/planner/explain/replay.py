@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, GivenPlan, Plan
-from zerograph.core.step import Param, Step, layer_of, layer_of_activation
+from zerograph.core.step import Step, layer_of, layer_of_activation
 from zerograph.core.units import format_ranks
+from zerograph.planner.explain.check import CHECKS, differences
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.token_tiles import regions_of, warn_of_whole_layers
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 6
 """Differences that an error names; more are counted."""
+_ASKED = ("parameters", "layers", "loss")
+"""The checks of a plan by a step that say whether it is the step that was planned."""
 
 
 def replay(given: GivenPlan, step: Step) -> Plan:
@@ -36,15 +39,10 @@ def replay(given: GivenPlan, step: Step) -> Plan:
         return _for_evaluation(given, step)
     if not step.params and given.plan.buckets:
         return _of_activations(given.plan, step)
-    planned = {p.name: p for bucket in given.plan.buckets for p in bucket.params}
-    _refuse(
-        given,
-        [
-            *_parameters(planned, {p.name: p for p in step.params}),
-            *_layers(given.plan, step),
-            *_tiles(given.plan, step),
-        ],
-    )
+    # A batch of another size may have one sample: such a plan is restricted to what the step can have.
+    asked = _ASKED if given.plan.by_sample else (*_ASKED, "tokens")
+    found = [message for name in asked for *_, message in CHECKS[name][1](step, given.plan)]
+    _refuse(given, [*found, *_tiles(given.plan, step)])
     return given.plan
 
 
@@ -107,9 +105,10 @@ def refuse_hosts(given: GivenPlan, hosts: int) -> None:
 
 def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     read = {p.name: p for p in step.params}
-    planned = {p.name: replace(p, trainable=False) for bucket in given.plan.buckets for p in bucket.params}
-    here = {name: replace(p, trainable=False) for name, p in read.items()}
-    _refuse(given, [d for d in _parameters(planned, here) if not d.endswith(_NOT_READ)] + [*_tiles(given.plan, step)])
+    planned = [replace(p, trainable=False) for bucket in given.plan.buckets for p in bucket.params]
+    here = [replace(p, trainable=False) for p in step.params]
+    found = [message for name, message in differences(planned, here) if name in read]
+    _refuse(given, [*found, *_tiles(given.plan, step)])
     parts = [tuple(read[p.name] for p in bucket.params if p.name in read) for bucket in given.plan.buckets]
     kept = [replace(bucket, params=part) for bucket, part in zip(given.plan.buckets, parts, strict=True) if part]
     first = {p.name: at for at, p in enumerate(step.params)}
@@ -134,57 +133,6 @@ def _without_activations(plan: Plan) -> Plan:
     return replace(plan, recompute=(), save=(), offload=(), loss_tiles=1, head="", **_UNTILED)
 
 
-_NOT_READ = "is in the plan, and the model does not read it"
-
-
-def _parameters(planned: dict[str, Param], here: dict[str, Param]) -> Iterator[str]:
-    for name in {**planned, **here}:
-        if name not in here:
-            yield f"parameter {name} {_NOT_READ}"
-        elif name not in planned:
-            yield f"parameter {name} is not in the plan"
-        elif parts := list(_fields(planned[name], here[name])):
-            yield f"parameter {name}: {'; '.join(parts)}"
-
-
-def _fields(expected: Param, found: Param) -> Iterator[str]:
-    for field, text in _FIELDS.items():
-        if (before := getattr(expected, field)) != (now := getattr(found, field)):
-            yield f"{text} {_text(before)} in the plan, {_text(now)} here"
-
-
-_FIELDS = {
-    "shape": "shape",
-    "dtype": "dtype",
-    "compute_dtype": "compute dtype",
-    "reduce_dtype": "dtype of the reduction",
-    "gather_wire": "wire of the gathers",
-    "reduce_wire": "wire of the reduction",
-    "trainable": "trainable",
-    "home": "layout",
-    "tied_to": "other names",
-}
-
-
-def _layers(plan: Plan, step: Step) -> Iterator[str]:
-    layers = {layer_of(op.module) for op in step.ops} if plan.recompute or plan.offload else set()
-    yield from (
-        f"layer {layer} is recomputed in the plan, and not here" for layer in plan.recompute if layer not in layers
-    )
-    made = {op.activation for op in step.ops}
-    yield from (f"{name} is saved in the plan, and not made here" for name in plan.save if name not in made)
-    if plan.head and plan.head not in made:
-        yield f"{plan.head} is made in {plan.loss_tiles} tiles in the plan, and not made here"
-    by_token = {region.activation for region in regions_of(step, by_sample=False)}
-    yield from (
-        f"{name} is made in {plan.token_tiles} tiles of tokens in the plan, and cannot be here"
-        for name in plan.token_regions
-        if name not in by_token and not plan.by_sample  # a batch of another size may have one sample
-    )
-    off = (name for name, _ in plan.offload if name not in layers and name not in made)
-    yield from (f"activations of {name} leave the device in the plan, and are not made here" for name in off)
-
-
 def _tiles(plan: Plan, step: Step) -> Iterator[str]:
     """Evaluation may use a parameter otherwise than training does."""
     read, tilable = {p.name for p in step.params}, set(step.tilable or ())
@@ -194,20 +142,16 @@ def _tiles(plan: Plan, step: Step) -> Iterator[str]:
             yield f"parameter {names[0]} is in {bucket.tiles} tiles, and not used by products and lookups alone"
 
 
-def _refuse(given: GivenPlan, differences: list[str]) -> None:
-    if not differences:
+def _refuse(given: GivenPlan, found: Sequence[str]) -> None:
+    if not found:
         return
-    shown = [f"  {difference}" for difference in differences[:_SHOWN]]
-    if len(differences) > _SHOWN:
-        shown.append(f"  and {len(differences) - _SHOWN} more differences")
+    shown = [f"  {difference}" for difference in found[:_SHOWN]]
+    if len(found) > _SHOWN:
+        shown.append(f"  and {len(found) - _SHOWN} more differences")
     raise ConfigError(
         f"the plan {given} is not one of this model:\n" + "\n".join(shown),
         "make the plan again from this model (zerograph plan MODEL -o plan.json), with the dtype that the backend gets",
     )
-
-
-def _text(value: object) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 _UNTILED: dict[str, Any] = {"token_tiles": 1, "token_regions": (), "by_sample": False}
