@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from zerograph.cli.options import SIZE, as_json, plan_argument
 from zerograph.cli.terminal import Cell, show_table
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.reading import read_plan, stored_digest
-from zerograph.planner.explain.check import Violation
 from zerograph.planner.explain.check_file import CHECKS, check_file
+from zerograph.sim.check_step import Wrong
 
 VERSION = 1
 DIGEST = "digest"
+_PLACE = ("check", "task", "module", "source")
 SENTENCES = {**CHECKS, DIGEST: "the file is as it was written"}
 
 
@@ -41,24 +42,24 @@ def check(plan: Path, memory: int | None, json_: bool) -> int:
     return int(bool(found))
 
 
-def _changed(file: PlanFile, stored: str) -> list[Violation]:
+def _changed(file: PlanFile, stored: str) -> list[Wrong]:
     if file.digest == stored:
         return []
-    return [Violation(DIGEST, -1, "", "", f"the content has digest {file.digest}, the file says {stored}")]
+    return [Wrong(DIGEST, f"the content has digest {file.digest}, the file says {stored}")]
 
 
-def to_data(found: Sequence[Violation]) -> dict[str, Any]:
+def to_data(found: Sequence[Wrong]) -> dict[str, Any]:
     """The data that ``--json`` writes; docs/guide/json.md has the schema."""
     failed = {violation.check for violation in found}
     return {
         "version": VERSION,
         "holds": not found,
         "checks": [{"name": name, "holds": name not in failed, "what": text} for name, text in SENTENCES.items()],
-        "violations": [asdict(violation) for violation in found],
+        "violations": [{name: getattr(each, name) for name in _PLACE} | {"message": str(each)} for each in found],
     }
 
 
-def rows(file: PlanFile, found: Sequence[Violation]) -> list[list[Cell]]:
+def rows(file: PlanFile, found: Sequence[Wrong]) -> list[list[Cell]]:
     """A row for each check; below one that failed, where it first did."""
     table: list[list[Cell]] = []
     for name, sentence in SENTENCES.items():
@@ -66,7 +67,7 @@ def rows(file: PlanFile, found: Sequence[Violation]) -> list[list[Cell]]:
         if not broken:
             table.append([("ok", "green"), name, sentence])
             continue
-        table.append([("failed", "red"), name, (broken[0].message, "bold")])
+        table.append([("failed", "red"), name, (str(broken[0]), "bold")])
         if where := _where(file, broken[0]):
             table.append(["", "", f"at {where}"])
         if len(broken) > 1:
@@ -74,7 +75,7 @@ def rows(file: PlanFile, found: Sequence[Violation]) -> list[list[Cell]]:
     return table
 
 
-def _where(file: PlanFile, violation: Violation) -> str:
+def _where(file: PlanFile, violation: Wrong) -> str:
     spans, task = file.forecast.spans, violation.task
     instruction = f"task {task}, {spans[task].name}" if 0 <= task < len(spans) else ""
     return ", ".join(text for text in (instruction, violation.module, violation.source) if text)

@@ -48,13 +48,13 @@ def check_programs(programs: Sequence[Program], plan: Plan | None = None) -> lis
     return found + list(check_step(programs, plan) if plan is not None else ())
 
 
-def require_programs(programs: Sequence[Program], hint: str, plan: Plan | None = None) -> None:
+def require_programs(programs: Sequence[Program], hint: str) -> None:
     """Refuse programs with which anything is wrong.
 
     Raises:
         InvariantError: naming the first instructions; ends with ``hint``.
     """
-    wrong = check_programs(programs, plan)
+    wrong = check_programs(programs)
     if wrong:
         shown = [f"  {each}" for each in wrong[:_SHOWN]]
         shown += [f"  and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)
@@ -91,7 +91,7 @@ class _Check:
         for program in programs:
             for register in set(program.given) - read:
                 name = program.contents[register].name
-                yield Wrong("reads", f"the {program.kind} is given {name}, and nothing reads it", program.kind)
+                yield Wrong("reads", f"the {program.kind} is given {name}, and nothing reads it", program=program.kind)
 
     def _registers(self, program: Program, instruction: Instruction) -> Iterator[str]:
         needs = _needs(instruction)

@@ -32,29 +32,31 @@ from zerograph.core.step import layer_of, layer_of_activation
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """Something that is not as it must be.
+    """Something that is not as it must be, in a program, a plan or a plan file.
 
     Attributes:
-        check: that found it (:data:`zerograph.sim.check.CHECKS`).
-        message: what is wrong.
+        check: that found it.
+        message: what is wrong, with numbers and names.
+        module, source: what it is about, and the user's line; empty when unknown.
+        task: the index of a step's operation or of a forecast's task; -1 where it is before the first or about none.
         program, place: the kind of program, and the place of the instruction in it; -1 where it is about none.
-        module, source: what the instruction works for, and the user's line; empty when unknown.
     """
 
     check: str
     message: str
-    program: str = ""
-    place: int = -1
     module: str = ""
     source: str = ""
+    task: int = -1
+    program: str = ""
+    place: int = -1
 
     @classmethod
     def at(cls, check: str, program: Program, place: int, message: str) -> Wrong:
         """The instruction in that place of ``program`` is wrong."""
         instruction = program.instructions[place]
         source = instruction.source if isinstance(instruction, Compute) else ""
-        text = f"{program.name(instruction)} {message}"
-        return cls(check, text, program.kind, place, program.module(instruction), source)
+        text, module = f"{program.name(instruction)} {message}", program.module(instruction)
+        return cls(check, text, module, source, program=program.kind, place=place)
 
     def __str__(self) -> str:
         where = f"{self.program} instruction {self.place}: " if self.place >= 0 else ""

@@ -17,9 +17,10 @@ from zerograph.core.machine import machine_named
 from zerograph.core.plan import GivenPlan, Placement, Plan
 from zerograph.core.step import Step
 from zerograph.planner import plan_step, replay
-from zerograph.planner.explain.check import CHECKS, Violation, check_plan, require_plan
+from zerograph.planner.explain.check import CHECKS, check_plan, require_plan
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
+from zerograph.sim.check_step import Wrong
 
 WORLD = 2
 
@@ -122,7 +123,7 @@ FIRST, SECOND = (b.params[0] for b in PLAN.buckets)
 def test_what_is_broken_is_found(step: Step, plan: Plan, name: str, message: str) -> None:
     assert check_plan(STEP, PLAN) == []
     assert any(message in violation.message for violation in check_plan(step, plan) if violation.check == name)
-    assert all(found[-1] for found in CHECKS[name][1](step, plan))
+    assert all(found.check == name and found.message for found in CHECKS[name][1](step, plan))
 
 
 def test_single_activations_that_the_step_has_are_no_mistake() -> None:
@@ -138,7 +139,7 @@ def test_single_activations_that_the_step_has_are_no_mistake() -> None:
 def test_an_error_names_the_operation_its_module_and_line() -> None:
     broken = operation("act0", reads=("d_out0",))
     assert check_plan(broken, PLAN) == [
-        Violation("reads", 2, "blocks.0", "model.py:8", "act0 reads d_out0, before it is made")
+        Wrong("reads", "act0 reads d_out0, before it is made", "blocks.0", "model.py:8", 2)
     ]
     with pytest.raises(InvariantError) as caught:
         require_plan(broken, PLAN, "look at it")

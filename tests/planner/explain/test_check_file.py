@@ -13,9 +13,9 @@ from planner.steps import Layer, step_of
 from planner.test_offload import GPU, MIB, file_of, placed, ruled
 
 from zerograph.core.files.planfile import Holding, PlanFile
-from zerograph.planner.explain.check import Violation
 from zerograph.planner.explain.check_file import CHECKS, check_file
 from zerograph.planner.programs.open_placements import PLACEMENTS
+from zerograph.sim.check_step import Wrong
 
 STEP = step_of([Layer(rows=MIB, stream=MIB)] * 4)
 FILE = file_of(STEP, placed(ruled(STEP), PLACEMENTS[-1]), GPU)
@@ -33,7 +33,7 @@ def with_span(place: int, /, **changes: Any) -> PlanFile:
     return with_forecast(spans=tuple(spans))
 
 
-def only(file: PlanFile) -> Violation:
+def only(file: PlanFile) -> Wrong:
     """The one violation."""
     (found,) = check_file(file)
     assert found.check in CHECKS

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from zerograph.core.errors import InvariantError
 from zerograph.core.plan import Plan
-from zerograph.core.step import Op, Param, Step, layer_of, layer_of_activation
+from zerograph.core.step import Param, Step, layer_of, layer_of_activation
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of
 from zerograph.planner.profile.token_tiles import regions_of, to_be_whole
+from zerograph.sim.check_step import Wrong
 
 BEFORE = -1
 """The task that stands for the start of the step."""
@@ -25,33 +26,10 @@ _SHOWN = 5
 """Violations that an error names; more are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Something that is not as it must be.
-
-    Attributes:
-        check: which of the checks found it.
-        task: where, as the index of a step's operation or of a forecast's task; -1 when it is before the first or about
-            none.
-        module, source: of that, or of what else is wrong; empty when unknown.
-        message: what is wrong, with numbers and names.
-    """
-
-    check: str
-    task: int
-    module: str
-    source: str
-    message: str
-
-
-Found = tuple[int, str, str, str]
-"""A violation without the name of its check."""
-
-
-def check_plan(step: Step, plan: Plan) -> list[Violation]:
+def check_plan(step: Step, plan: Plan) -> list[Wrong]:
     """Everything that is wrong with ``plan`` as one for ``step``; empty when nothing is."""
     step = step.over(max(1, plan.world_size))  # the number of ranks is the plan's to say, and may make no sense
-    return [Violation(name, *found) for name, (_, finder) in CHECKS.items() for found in finder(step, plan)]
+    return [wrong for _, finder in CHECKS.values() for wrong in finder(step, plan)]
 
 
 def require_plan(step: Step, plan: Plan, hint: str) -> None:
@@ -63,47 +41,48 @@ def require_plan(step: Step, plan: Plan, hint: str) -> None:
     wrong = check_plan(step, plan)
     if not wrong:
         return
-    lines = [f"  {violation.check}: {violation.message}{_where(step, violation)}" for violation in wrong[:_SHOWN]]
+    lines = [f"  {each.check}: {each.message}{_where(step, each)}" for each in wrong[:_SHOWN]]
     if len(wrong) > _SHOWN:
         lines.append(f"  and {len(wrong) - _SHOWN} more")
     raise InvariantError(f"the plan {plan.digest} cannot be carried out:\n" + "\n".join(lines), hint)
 
 
-def _where(step: Step, violation: Violation) -> str:
-    operation = f"operation {step.ops[violation.task].name}" if violation.task != BEFORE else ""
-    known = [text for text in (operation, violation.module, violation.source) if text]
+def _where(step: Step, wrong: Wrong) -> str:
+    operation = f"operation {step.ops[wrong.task].name}" if wrong.task != BEFORE else ""
+    known = [text for text in (operation, wrong.module, wrong.source) if text]
     return f" (at {', '.join(known)})" if known else ""
 
 
-def sense(plan: Plan) -> Iterator[Found]:
+def sense(plan: Plan) -> Iterator[Wrong]:
     """The plan says nothing that no plan may say."""
-    return ((BEFORE, "", "", text) for text in plan.mistakes())
+    return (Wrong("plan", text) for text in plan.mistakes())
 
 
-def buckets(plan: Plan) -> Iterator[Found]:
+def buckets(plan: Plan) -> Iterator[Wrong]:
     """Every parameter is in exactly one bucket."""
     owner: dict[str, str] = {}
     for place, bucket in enumerate(plan.buckets):
         if bucket.index != place:
-            yield BEFORE, bucket.name, "", f"bucket {bucket.name} has index {bucket.index} in place {place}"
+            yield Wrong("buckets", f"bucket {bucket.name} has index {bucket.index} in place {place}", bucket.name)
         if not bucket.params:
-            yield BEFORE, bucket.name, "", f"bucket {bucket.name} is empty"
+            yield Wrong("buckets", f"bucket {bucket.name} is empty", bucket.name)
         for param in bucket.params:
             if param.name in owner:
-                yield BEFORE, param.name, "", f"{param.name} is in buckets {owner[param.name]} and {bucket.name}"
+                yield Wrong("buckets", f"{param.name} is in buckets {owner[param.name]} and {bucket.name}", param.name)
             owner.setdefault(param.name, bucket.name)
 
 
-def differences(planned: Iterable[Param], here: Iterable[Param]) -> Iterator[tuple[str, str]]:
-    """The parameters of a plan that are not those of a step: the name of each, and what differs."""
+def differences(planned: Iterable[Param], here: Iterable[Param]) -> Iterator[Wrong]:
+    """The parameters of a plan that are not those of a step, and what differs."""
     before, now = ({param.name: param for param in params} for params in (planned, here))
     for name in {**before, **now}:
         if name not in now:
-            yield name, f"parameter {name} is in the plan, and the model does not read it"
+            yield Wrong("parameters", f"parameter {name} is in the plan, and the model does not read it", name)
         elif name not in before:
-            yield name, f"parameter {name} is not in the plan"
+            yield Wrong("parameters", f"parameter {name} is not in the plan", name)
         elif before[name] != now[name]:
-            yield name, f"parameter {name}: {'; '.join(_fields(before[name], now[name]))}"
+            text = f"parameter {name}: {'; '.join(_fields(before[name], now[name]))}"
+            yield Wrong("parameters", text, name)
 
 
 def _fields(planned: Param, here: Param) -> Iterator[str]:
@@ -113,12 +92,11 @@ def _fields(planned: Param, here: Param) -> Iterator[str]:
             yield f"{each.name.replace('_', ' ')} {before} in the plan, {now} here"
 
 
-def _parameters(step: Step, plan: Plan) -> Iterator[Found]:
-    planned = (param for bucket in plan.buckets for param in bucket.params)
-    return ((BEFORE, name, "", text) for name, text in differences(planned, step.params))
+def _parameters(step: Step, plan: Plan) -> Iterator[Wrong]:
+    return differences((param for bucket in plan.buckets for param in bucket.params), step.params)
 
 
-def _layers(step: Step, plan: Plan) -> Iterator[Found]:
+def _layers(step: Step, plan: Plan) -> Iterator[Wrong]:
     named = [*plan.recompute, *plan.save, *(name for name, _ in plan.offload)]
     there = {layer_of(op.module) for op in step.ops} if named else set()
     if any(map(layer_of_activation, named)):
@@ -126,44 +104,47 @@ def _layers(step: Step, plan: Plan) -> Iterator[Found]:
     for name in named:
         if name not in there:
             kind = "activation" if layer_of_activation(name) else "layer"
-            yield BEFORE, name, "", f"what {name} saves was decided, and the step has no such {kind}"
+            yield Wrong("layers", f"what {name} saves was decided, and the step has no such {kind}", name)
 
 
-def _loss(step: Step, plan: Plan) -> Iterator[Found]:
+def _loss(step: Step, plan: Plan) -> Iterator[Wrong]:
     head = head_of(Graph.of(step)) if plan.loss_tiles > 1 else None
     if plan.loss_tiles > 1 and (head is None or head.activation != plan.head):
-        yield BEFORE, "", "", f"the loss is in {plan.loss_tiles} tiles, and the step has none behind logits of its own"
+        yield Wrong("loss", f"the loss is in {plan.loss_tiles} tiles, and the step has none behind logits of its own")
 
 
-def _token_regions(step: Step, plan: Plan) -> Iterator[Found]:
+def _token_regions(step: Step, plan: Plan) -> Iterator[Wrong]:
     by_token = {region.activation: region for region in regions_of(step, plan.by_sample)}
     whole = to_be_whole(plan, plan.by_sample)
     for name in plan.token_regions:
         if name not in by_token:
-            yield BEFORE, name, "", f"{name} is in {plan.token_tiles} tiles of tokens, and needs all at once"
+            yield Wrong("tokens", f"{name} is in {plan.token_tiles} tiles of tokens, and needs all at once", name)
         elif not whole.isdisjoint(by_token[name].params):
-            yield BEFORE, name, "", f"{name} is in tiles of tokens, and a weight that each of them moves is in tiles"
+            yield Wrong(
+                "tokens", f"{name} is in tiles of tokens, and a weight that each of them moves is in tiles", name
+            )
 
 
-def _reads(step: Step, plan: Plan) -> Iterator[Found]:
+def _reads(step: Step, plan: Plan) -> Iterator[Wrong]:
     written = {name for op in step.ops for name in op.writes}
     there = {value.name for value in step.values if value.name not in written}  # inputs
     for place, op in enumerate(step.ops):
         if not there.issuperset(op.reads):
             for name in (name for name in op.reads if name not in there):
                 when = "before it is made" if name in written else "which is neither an input nor made"
-                yield _at(place, op, f"{op.name} reads {name}, {when}")
+                yield Wrong("reads", f"{op.name} reads {name}, {when}", op.module, op.source, place)
         if not there.isdisjoint(op.writes):
-            yield _at(place, op, f"{op.name} makes {', '.join(there.intersection(op.writes))}, which is there")
+            text = f"{op.name} makes {', '.join(there.intersection(op.writes))}, which is there"
+            yield Wrong("reads", text, op.module, op.source, place)
         there.update(op.writes)
 
 
-def _reductions(step: Step, plan: Plan) -> Iterator[Found]:
+def _reductions(step: Step, plan: Plan) -> Iterator[Wrong]:
     gradients = _gradients(step)
     done = Counter(name for op in step.ops if not gradients.isdisjoint(op.writes) for name in op.params)
     for name, wanted in _trained(step, done):
         if done[name] != wanted:
-            yield BEFORE, name, "", f"the gradient of {name} is reduced {done[name]} times, not {wanted}"
+            yield Wrong("reductions", f"the gradient of {name} is reduced {done[name]} times, not {wanted}", name)
 
 
 def _gradients(step: Step) -> set[str]:
@@ -177,18 +158,14 @@ def _trained(step: Step, done: Counter[str]) -> Iterator[tuple[str, int]]:
     return ((name, 1 if name in trained else 0) for name in names)
 
 
-def _at(place: int, op: Op, message: str) -> Found:
-    return place, op.module, op.source, message
+PlanCheck = Callable[[Step, Plan], Iterator[Wrong]]
 
 
-PlanCheck = Callable[[Step, Plan], Iterator[Found]]
-
-
-def _of_plan(finder: Callable[[Plan], Iterator[Found]]) -> PlanCheck:
+def _of_plan(finder: Callable[[Plan], Iterator[Wrong]]) -> PlanCheck:
     return lambda step, plan: finder(plan)
 
 
-PLAN_CHECKS: Mapping[str, tuple[str, Callable[[Plan], Iterator[Found]]]] = {
+PLAN_CHECKS: Mapping[str, tuple[str, Callable[[Plan], Iterator[Wrong]]]] = {
     "plan": ("placements, tiles and stage of the plan go together", sense),
     "buckets": ("every parameter is in exactly one bucket", buckets),
 }

@@ -14,9 +14,10 @@ from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import Tier
 from zerograph.core.timeline import Span
 from zerograph.core.units import format_bytes
-from zerograph.planner.explain.check import BEFORE, PLAN_CHECKS, Violation
+from zerograph.planner.explain.check import BEFORE, PLAN_CHECKS
 from zerograph.planner.programs.micro_batches import seconds_of_passes
 from zerograph.sim import check as programs
+from zerograph.sim.check_step import Wrong
 from zerograph.sim.rates import Rates
 from zerograph.sim.simulate import simulate
 
@@ -29,19 +30,19 @@ CHECKS: Mapping[str, str] = {
 """Name of a check, and what it makes sure of."""
 
 
-def check_file(file: PlanFile) -> list[Violation]:
+def check_file(file: PlanFile) -> list[Wrong]:
     """Everything that is wrong with ``file``, check by check; empty when nothing is."""
     found = list(_budget(file))
-    for name, (_, finder) in PLAN_CHECKS.items():
-        found += (Violation(name, *wrong) for wrong in finder(file.plan))
+    for _, finder in PLAN_CHECKS.values():
+        found += finder(file.plan)
     wrong = programs.check_programs(file.programs, file.plan)
-    found += (Violation(each.check, BEFORE, each.module, each.source, str(each)) for each in wrong)
+    found += wrong
     if any(each.check == "reads" for each in wrong):
         return [*found, _at("forecast", None, "programs whose reads are wrong are not simulated")]
     return [*found, *_forecast(file)]
 
 
-def _budget(file: PlanFile) -> Iterator[Violation]:
+def _budget(file: PlanFile) -> Iterator[Wrong]:
     for tier, curve in file.forecast.memory.items():
         budget = file.budget.get(tier, 0)
         over = next(((time, level) for time, level in curve if level > budget), None)
@@ -55,7 +56,7 @@ def _budget(file: PlanFile) -> Iterator[Violation]:
             yield _at("budget", _cause(file, tier, time), _too_much(tier, level, budget, f"at {time:g} s"))
         elif peak is not None and peak.bytes > budget:
             text = _too_much(tier, peak.bytes, budget, f"in {peak.name}")
-            yield Violation("budget", peak.task, peak.module, peak.source, text)
+            yield Wrong("budget", text, peak.module, peak.source, peak.task)
 
 
 def _too_much(tier: Tier, held: int, budget: int, when: str) -> str:
@@ -63,7 +64,7 @@ def _too_much(tier: Tier, held: int, budget: int, when: str) -> str:
     return f"{tier} holds {format_bytes(held)} {when}, {more} more than its budget of {limit}"
 
 
-def _forecast(file: PlanFile) -> Iterator[Violation]:
+def _forecast(file: PlanFile) -> Iterator[Wrong]:
     """By simulating the programs again."""
     stated, plan = file.forecast, file.plan
     given = {program.contents[register].name for program in file.programs for register in program.given}
@@ -102,10 +103,10 @@ def _held(holdings: Iterable[Holding]) -> Counter[tuple[object, ...]]:
     return found
 
 
-def _at(name: str, span: Span | None, message: str) -> Violation:
+def _at(name: str, span: Span | None, message: str) -> Wrong:
     if span is None:
-        return Violation(name, BEFORE, "", "", message)
-    return Violation(name, span.task, span.module, span.source, message)
+        return Wrong(name, message)
+    return Wrong(name, message, span.module, span.source, span.task)
 
 
 def _cause(file: PlanFile, tier: Tier, time: float) -> Span | None:

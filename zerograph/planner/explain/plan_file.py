@@ -109,6 +109,4 @@ def _verify(file: PlanFile, found: Candidate) -> None:
     if peaks != found.peaks:
         raise InvariantError(f"the planner found peaks of {found.peaks} bytes and forecasts {peaks}", _REPORT)
     for wrong in check_file(file):
-        raise InvariantError(
-            f"the planner made a plan that fails its own check of {wrong.check}: {wrong.message}", _REPORT
-        )
+        raise InvariantError(f"the planner made a plan that fails its own check of {wrong.check}: {wrong}", _REPORT)

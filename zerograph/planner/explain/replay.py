@@ -41,7 +41,7 @@ def replay(given: GivenPlan, step: Step) -> Plan:
         return _of_activations(given.plan, step)
     # A batch of another size may have one sample: such a plan is restricted to what the step can have.
     asked = _ASKED if given.plan.by_sample else (*_ASKED, "tokens")
-    found = [message for name in asked for *_, message in CHECKS[name][1](step, given.plan)]
+    found = [wrong.message for name in asked for wrong in CHECKS[name][1](step, given.plan)]
     _refuse(given, [*found, *_tiles(given.plan, step)])
     return given.plan
 
@@ -107,7 +107,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     read = {p.name: p for p in step.params}
     planned = [replace(p, trainable=False) for bucket in given.plan.buckets for p in bucket.params]
     here = [replace(p, trainable=False) for p in step.params]
-    found = [message for name, message in differences(planned, here) if name in read]
+    found = [wrong.message for wrong in differences(planned, here) if wrong.module in read]
     _refuse(given, [*found, *_tiles(given.plan, step)])
     parts = [tuple(read[p.name] for p in bucket.params if p.name in read) for bucket in given.plan.buckets]
     kept = [replace(bucket, params=part) for bucket, part in zip(given.plan.buckets, parts, strict=True) if part]
