@@ -83,9 +83,9 @@ def test_a_step_with_its_loss_is_planned(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("{", "config.json is not JSON"),
-        ([], "says no model_type"),
-        ({"hidden_size": 64}, "says no model_type"),
+        ("{", "config.json: this is no JSON"),
+        ([], "config.json: there is no model_type"),
+        ({"hidden_size": 64}, "config.json: there is no model_type"),
         ({"model_type": "abacus"}, "knows no model_type 'abacus'"),
         ({"model_type": "vit"}, "no causal language model of model_type 'vit'"),
         ({**LLAMA, "hidden_size": "wide"}, "config.json makes no model"),

@@ -181,11 +181,11 @@ MISTAKEN = [
     (["show", "PLAN", "--measured", "PLAN"], "this is a plan, not a measured run"),
     (["estimate", "MACHINE"], "this is a machine, not the config of a Hugging Face model"),
     (["plan", "PLAN"], "this is a plan, not the config of a Hugging Face model"),
-    (["estimate", "--params", "7B", "--machine", "FOLDER"], "cannot read the machine"),
-    (["estimate", "--params", "7B", "--machine", "EMPTY"], "this is no machine"),
+    (["estimate", "--params", "7B", "--machine", "FOLDER"], "cannot read"),
+    (["estimate", "--params", "7B", "--machine", "EMPTY"], "the file holds no machine"),
     (["check", "EMPTY"], "the file holds no plan"),
     (["passes", "DEEP"], "the file holds no plan"),
-    (["estimate", "--params", "7B", "--machine", "DEEP"], "this is no machine"),
+    (["estimate", "--params", "7B", "--machine", "DEEP"], "the file holds no machine"),
 ]
 
 

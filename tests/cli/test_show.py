@@ -243,10 +243,7 @@ def test_exports_show_the_run_too(measured: tuple[Path, Path], tmp_path: Path) -
 def test_what_is_no_run_is_refused(plan: Path) -> None:
     other = plan.with_name("run.json")
     other.write_text('{"spans": 1}')
-    assert (
-        "the file holds no measured run: it names no plan and no segments\n\nhint: "
-        in run(plan, "--measured", other, code=2).stderr
-    )
+    assert "the file holds no measured run\n\nhint: " in run(plan, "--measured", other, code=2).stderr
 
 
 def test_a_plan_of_nothing_can_be_shown(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_files_that_are_no_plan(tmp_path: Path) -> None:
     for text, message in (
         ("{}", "holds no plan"),
         ("torch", "holds no plan"),
-        ('{"version": 99, "digest": ""}', "version 99"),
+        ('{"version": 99, "plan": {}, "spans": {}, "digest": ""}', "version 99"),
     ):
         with pytest.raises(ConfigError, match=rf"plan\.json: .*{message}"):
             zerograph.backend(plan=_written(path, text))

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.files.kinds import refuse_other_kind
+from zerograph.core.files.kinds import read_as, refuse_other_kind
 
 NO_MODEL = "give the config.json of a Hugging Face model, or file.py:callable"
 
@@ -23,7 +23,7 @@ def config_maker(path: Path, batch: int, seq: int) -> Callable[[], Any]:
     Raises:
         ConfigError: no such file, not the config of a model that transformers knows, or no transformers.
     """
-    data = _read(path)
+    data = read_as(path, _parse, "paths are relative to the current folder")
     transformers = _transformers(path)
     kind = data["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
@@ -51,19 +51,14 @@ def _made(path: Path, transformers: ModuleType, config: Any, batch: int, seq: in
     return model, {"input_ids": ids, "labels": ids}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(), object_hook=_number)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", "paths are relative to the current folder") from None
+        data = json.loads(text, object_hook=_number)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}", NO_MODEL) from None
-    try:
-        refuse_other_kind(data, "the config of a Hugging Face model", NO_MODEL)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {str(error).partition(chr(10))[0]}", error.hint) from None
+        raise ConfigError(f"this is no JSON: {error}", NO_MODEL) from None
+    refuse_other_kind(data, "the config of a Hugging Face model", NO_MODEL)
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
-        raise ConfigError(f"{path} says no model_type", NO_MODEL)
+        raise ConfigError("there is no model_type", NO_MODEL)
     return data
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.files.kinds import refuse_other_kind
+from zerograph.core.files.kinds import read_as, versioned
 from zerograph.core.units import is_number
 
 VERSION = 2
@@ -265,18 +265,9 @@ class Machine:
         Raises:
             ConfigError: another version, or not a machine.
         """
-        try:
-            data: dict[str, Any] = json.loads(text)
-            refuse_other_kind(data, "a machine", _MADE)
-            version = data.pop("version", None)
-        except ConfigError:
-            raise
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            raise ConfigError(
-                "this is no machine", f"give a preset ({', '.join(PRESETS)}), or a file: {_MADE}"
-            ) from None
-        if version != VERSION:
-            raise ConfigError(f"the machine has version {version}, this ZeroGraph reads {VERSION}", "measure it again")
+        hint = f"give a preset ({', '.join(PRESETS)}), or a file: {_MADE}"
+        data = versioned(text, "a machine", VERSION, hint, "measure it again")
+        del data["version"]
         try:
             data |= {name: Link(**data[name]) for name in _LINKS}
             machine = cls(**data)
@@ -473,13 +464,7 @@ def machine_from(name: str, device_memory: int | None = None) -> Machine:
     path = Path(name)
     if name in PRESETS or not path.exists():
         return machine_named(name, device_memory)
-    try:
-        machine = Machine.from_json(path.read_text(errors="replace"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the machine {path}: {error.strerror}", _MADE) from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {str(error).partition(chr(10))[0]}", error.hint) from None
-    return machine.with_memory(device_memory)
+    return read_as(path, Machine.from_json, _MADE).with_memory(device_memory)
 
 
 def preset_for(device: str, name: str = "") -> Machine:

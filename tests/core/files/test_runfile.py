@@ -38,7 +38,7 @@ def test_what_is_no_run_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 7}, "the run has version 7, this ZeroGraph reads 3"),
+        ({"version": 7}, "the measured run has version 7, this ZeroGraph reads 3"),
         ({"segments": {"a": "soon"}}, "incomplete: 'soon' are no seconds"),
         ({"gathers": {"0": -1.0}}, "incomplete: -1.0 are no seconds"),
         ({"reduces": {"first": 1.0}}, "incomplete: "),

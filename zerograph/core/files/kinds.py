@@ -1,16 +1,22 @@
-"""The kind of a JSON file that was given in place of another one. No torch in here."""
+"""JSON files: the kind that one is of, and errors that name the file. No torch in here."""
 
 from __future__ import annotations
 
-from zerograph.core.errors import ConfigError
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
-_KINDS = (
-    ("a plan", {"plan", "spans", "digest"}, "`zerograph show`, `diff`, `check` and `passes` read plans"),
-    ("a machine", {"device_memory", "matmul"}, "it is for --machine"),
-    ("a measured run", {"segments", "gathers", "update"}, "it is for `zerograph show PLAN --measured`"),
-    ("the config of a Hugging Face model", {"model_type"}, "`zerograph plan` and `estimate` take it as MODEL"),
-)
-"""Name, the fields that only this kind has, and what reads it."""
+from zerograph.core.errors import ConfigError, ZeroGraphError
+
+T = TypeVar("T")
+_KINDS = {
+    "a plan": ({"plan", "spans", "digest"}, "`zerograph show`, `diff`, `check` and `passes` read plans"),
+    "a machine": ({"device_memory", "matmul"}, "it is for --machine"),
+    "a measured run": ({"segments", "gathers", "update"}, "it is for `zerograph show PLAN --measured`"),
+    "the config of a Hugging Face model": ({"model_type"}, "`zerograph plan` and `estimate` take it as MODEL"),
+}
+"""By name, the fields that only this kind has, and what reads it."""
 
 
 def refuse_other_kind(data: object, wanted: str, hint: str) -> None:
@@ -19,6 +25,41 @@ def refuse_other_kind(data: object, wanted: str, hint: str) -> None:
     Raises:
         ConfigError: saying what the file is, and what reads it.
     """
-    for kind, fields, readers in _KINDS:
+    for kind, (fields, readers) in _KINDS.items():
         if kind != wanted and isinstance(data, dict) and fields <= data.keys():
             raise ConfigError(f"this is {kind}, not {wanted}", f"{readers}; {hint}")
+
+
+def versioned(text: str, kind: str, version: int, hint: str, again: str) -> dict[str, Any]:
+    """The data of a file of that ``kind`` and ``version``.
+
+    Raises:
+        ConfigError: another kind, with ``hint``; or another version, with the hint ``again``.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        data = None
+    refuse_other_kind(data, kind, hint)
+    name = kind.removeprefix("a ")
+    # Other files have a version, too: its number would say nothing here.
+    if not isinstance(data, dict) or not _KINDS[kind][0] <= data.keys():
+        raise ConfigError(f"the file holds no {name}", hint)
+    if data.get("version") != version:
+        raise ConfigError(f"the {name} has version {data.get('version')}, this ZeroGraph reads {version}", again)
+    return data
+
+
+def read_as(path: Path, parse: Callable[[str], T], hint: str = "") -> T:
+    """The result of ``parse`` on the text of ``path``.
+
+    Raises:
+        ConfigError: the file cannot be read, with ``hint``; or ``parse`` refuses it. Names the file.
+    """
+    try:
+        return parse(path.read_text(errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint) from None
+    except ZeroGraphError as error:
+        message = str(error).removesuffix(f"\n\nhint: {error.hint}")
+        raise ConfigError(f"{path}: {message}", error.hint) from None

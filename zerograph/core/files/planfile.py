@@ -15,7 +15,7 @@ from typing import Any
 from zerograph.core.errors import ConfigError
 from zerograph.core.executable import missing, tiers_run
 from zerograph.core.files.columns import from_table, table
-from zerograph.core.files.kinds import refuse_other_kind
+from zerograph.core.files.kinds import versioned
 from zerograph.core.files.linediff import unified
 from zerograph.core.files.programs_data import programs_data, programs_of
 from zerograph.core.machine import Machine, Tier
@@ -26,7 +26,6 @@ from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import is_number
 
 VERSION = 11
-_MADE = "give what `zerograph plan -o plan.json` wrote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +172,10 @@ class PlanFile:
         Raises:
             ConfigError: another version, no plan file, or one that was changed by hand.
         """
-        try:
-            data: dict[str, Any] = json.loads(text)
-            refuse_other_kind(data, "a plan", _MADE)
-            version, digest = data["version"], data.pop("digest")
-        # Ours already says more than the catch-all below, and is a ValueError itself.
-        except ConfigError:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise ConfigError("the file holds no plan", _MADE) from None
-        if version != VERSION:
-            raise ConfigError(f"the plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
+        data = versioned(
+            text, "a plan", VERSION, "give what `zerograph plan -o plan.json` wrote", "make the plan again"
+        )
+        digest = data.pop("digest")
         # Numbers changed by hand would be shown as a forecast.
         if verify and digest != _digest(data):
             raise ConfigError(f"the plan was changed: its digest is not {digest}", "make the plan again")

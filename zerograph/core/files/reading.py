@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.errors import ConfigError
+from zerograph.core.files.kinds import read_as
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Run
-
-T = TypeVar("T")
 
 
 def read_plan(path: Path, *, verify: bool = True) -> PlanFile:
@@ -21,12 +18,12 @@ def read_plan(path: Path, *, verify: bool = True) -> PlanFile:
     Raises:
         ConfigError: the file cannot be read, or holds no plan.
     """
-    return _read(path, partial(PlanFile.from_json, verify=verify))
+    return read_as(path, partial(PlanFile.from_json, verify=verify))
 
 
 def stored_digest(path: Path) -> str:
     """The digest that stands in ``path``, right or not; :func:`read_plan` has read the file before."""
-    return _read(path, lambda text: str(json.loads(text)["digest"]))
+    return read_as(path, lambda text: str(json.loads(text)["digest"]))
 
 
 def read_run(path: Path) -> Run:
@@ -35,7 +32,7 @@ def read_run(path: Path) -> Run:
     Raises:
         ConfigError: the file cannot be read, or holds no run.
     """
-    return _read(path, Run.from_json)
+    return read_as(path, Run.from_json)
 
 
 def check_writable(path: Path) -> None:
@@ -52,13 +49,3 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}", "-o FILE in a folder that exists") from None
     if not existed:
         path.unlink()
-
-
-def _read(path: Path, parse: Callable[[str], T]) -> T:
-    try:
-        return parse(path.read_text(errors="replace"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ZeroGraphError as error:
-        message = str(error).partition("\n\nhint: ")[0]
-        raise ConfigError(f"{path}: {message}", error.hint) from None

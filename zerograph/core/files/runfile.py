@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.files.kinds import refuse_other_kind
+from zerograph.core.files.kinds import versioned
 from zerograph.core.files.planfile import canonical, forecast_data, forecast_of
 from zerograph.core.instructions import Compute, DeviceUpdate, Gather, HostUpdate, Move, Reduce, Timed, Update
 from zerograph.core.program import Segment
@@ -105,19 +104,7 @@ class Run:
             ConfigError: another version, or no run.
         """
         hint = "give what `run.save(path)` wrote after `with backend.record() as run` (docs/guide/recording.md)"
-        try:
-            data: dict[str, Any] = json.loads(text)
-            refuse_other_kind(data, "a measured run", hint)
-            # A plan file has a version, too: its number would say nothing here.
-            version = data.get("version") if "segments" in data else None
-        except ConfigError:
-            raise
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            raise ConfigError("the file holds no measured run", hint) from None
-        if version is None:
-            raise ConfigError("the file holds no measured run: it names no plan and no segments", hint)
-        if version != VERSION:
-            raise ConfigError(f"the run has version {version}, this ZeroGraph reads {VERSION}", "record it again")
+        data = versioned(text, "a measured run", VERSION, hint, "record it again")
         try:
             return cls(str(data["plan"]), str(data["device"]), forecast_of(data), _measured(data))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
