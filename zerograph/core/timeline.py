@@ -118,6 +118,13 @@ class Forecast:
         talking = union((s.start, s.end) for s in self.at_work() if s.stream in COMMUNICATION)
         return sum(end - start for start, end in talking) - _overlap(talking, working)
 
+    def computing(self, peak: Peak) -> Span | Peak:
+        """The task that computes when another one reaches ``peak``; ``peak`` itself where none does."""
+        if peak.task < 0:
+            return peak
+        time = self.spans[peak.task].start
+        return next((s for s in self.spans if s.stream == "compute" and s.start <= time < s.end), peak)
+
     def at_work(self) -> Iterator[Span]:
         """The spans in which a stream does something."""
         return (span for span in self.spans if span.what != WAIT)

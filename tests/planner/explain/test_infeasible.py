@@ -31,8 +31,8 @@ def test_need_have_moment_tensor_and_remedies() -> None:
     first, second = str(error).split("\n\n")[0].splitlines()
     assert first.startswith("the step needs 1.")
     assert "may use 300 MiB" in first
-    assert second.startswith("most is held in backward blocks.7 (model.py:8): 24 MiB of shards and optimizer states, ")
-    assert "(model.py:8) and what lives as long" in second
+    assert second.startswith("most is held in backward blocks.7 (model.py:8): 1.01 GiB of activations, ")
+    assert re.search(r" of optimizer states.*; the largest is up7 with [\d.]+ MiB \(model\.py:8\)$", second)
     assert 'recompute="full": ' in error.hint
     assert "then it fits" in error.hint
     assert "world size 8: 12 MiB less" in error.hint
@@ -43,7 +43,7 @@ def test_states_alone_may_be_too_much() -> None:
     step = step_of([Layer(rows=2**20, stream=1024, inside=4096)] * 4)
     search = Search(step, Constraints("auto", 4), MACHINE)
     error = infeasible(search, step, MACHINE, 2**20)
-    assert "MiB of shards and optimizer states" in str(error)
+    assert "MiB of optimizer states" in str(error) and "does not move" not in str(error)
     assert "world size 8" in error.hint
 
 

@@ -16,7 +16,7 @@ from zerograph.cli.view.moment import START, Moment, by_kind
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import TIERS, Machine, Tier
-from zerograph.core.timeline import STREAMS, Forecast, Peak, Span
+from zerograph.core.timeline import STREAMS, Forecast, Peak
 from zerograph.core.units import format_bytes, format_ranks, format_seconds
 
 BAR_WIDTH = 20
@@ -196,18 +196,10 @@ def _used(size: int, budget: int) -> str:
 
 def _where(file: PlanFile, tier: Tier, peak: Peak) -> str:
     """The task that reaches the peak, and the one that computes then: the first may be a gather of a few KiB."""
-    during = _computing(file, peak) or peak
+    during = file.forecast.computing(peak)
     sources = (during.source, *(h.source for h in file.holdings if h.first == peak.task != START and h.tier == tier))
     place = _in_parentheses(short_source(next(filter(None, sources), "")))
-    return f"peak at {peak.name}{f' during {during.name}' if during is not peak else ''}{place}"
-
-
-def _computing(file: PlanFile, peak: Peak) -> Span | None:
-    """The task that computes when another one reaches the peak."""
-    if peak.task == START or file.forecast.spans[peak.task].stream == "compute":
-        return None
-    time = file.forecast.spans[peak.task].start
-    return next((s for s in file.forecast.spans if s.stream == "compute" and s.start <= time < s.end), None)
+    return f"peak at {peak.name}{f' during {during.name}' if during.task != peak.task else ''}{place}"
 
 
 def _largest(at: Moment, tier: Tier) -> Iterator[str]:

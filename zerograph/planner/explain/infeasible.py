@@ -16,11 +16,11 @@ from zerograph.core.layout import Layout, split_dimension
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import OFFLOADS, Offload
-from zerograph.core.step import KIND_NAMES, Kind, Step, layer_of
-from zerograph.core.timeline import Forecast, Peak, Span
+from zerograph.core.step import KIND_NAMES, Step
+from zerograph.core.timeline import Peak, Span
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate.shortage import Remedy, ranked
-from zerograph.planner.profile.regions import Life, Profile, Work
+from zerograph.planner.profile.regions import Profile, Work
 from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.search.constraints import Constraints, same_variants
 from zerograph.planner.search.search import Search, smallest
@@ -67,7 +67,7 @@ def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> 
     lines.append(" and ".join(_more(TIERS[i], closest.peaks[i] - most[i]) for i in tiers))
     needs = ", and ".join(_need(search, closest, i, most[i]) for i in tiers)
     return InfeasibleError(
-        f"the step needs {needs}, the reserve taken off\n{_moment(search, closest, TIERS[short])}",
+        f"the step needs {needs}, the reserve taken off\n{_moment(closest, TIERS[short])}",
         "what would help: " + "; ".join(lines),
     )
 
@@ -82,49 +82,26 @@ def _more(tier: Tier, size: int) -> str:
     return f"{format_bytes(size)} more {'' if tier == 'device' else f'{tier} '}memory"
 
 
-def _moment(search: Search, found: Candidate, tier: Tier) -> str:
+def _moment(found: Candidate, tier: Tier) -> str:
+    """The moment at which ``tier`` holds the most, and what takes most of it."""
     forecast, holdings = forecast_plan(found.space.scheduler, found.plan)
     peak = forecast.peaks[tier]
-    if tier != "device":
-        return _elsewhere(forecast, holdings, peak, tier)
-    held = found.held
-    states = f"{format_bytes(held)} of shards and optimizer states"
-    if peak.task < 0:
-        return f"it holds {states} before it begins"
-    span = _computing(forecast, peak.task)
-    where = span.name + (f" ({span.source})" if span.source else "")
-    rest = format_bytes(found.peak - held)
-    text = f"most is held in {where}: {states}, {rest} of activations, gradients and gathered parameters"
-    life = _largest(found, span)
-    if life is None:
-        return text
-    source = f" ({life.source})" if life.source else ""
-    return f"{text}, of which {format_bytes(life.bytes)} are {life.name}{source} and what lives as long"
-
-
-def _elsewhere(forecast: Forecast, holdings: tuple[Holding, ...], peak: Peak, tier: Tier) -> str:
-    """The moment at which ``tier`` holds the most, and what takes most of it."""
-    at = 0.0 if peak.task < 0 else forecast.spans[peak.task].start
+    during, at = forecast.computing(peak), 0.0 if peak.task < 0 else forecast.spans[peak.task].start
     there = [h for h in holdings if h.tier == tier and h.held_at(at, forecast.spans)]
-    kinds = Counter[Kind]()
+    kinds = Counter[str]()
     for holding in there:
-        kinds[holding.kind] += holding.bytes
-    held = ", ".join(f"{format_bytes(size)} of {KIND_NAMES[kind]}" for kind, size in kinds.most_common())
-    largest = max(there, key=lambda h: h.bytes)
-    return f"most is held in {peak.name}: {held}; the largest is {largest.name} with {format_bytes(largest.bytes)}"
+        kinds[KIND_NAMES[holding.kind]] += holding.bytes
+    if tier == "device":
+        rest = found.held - sum(h.bytes for h in there if h.first == h.last == -1)
+        kinds["shards and optimizer states that this graph does not move"] = rest
+    parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in kinds.most_common() if size > 0)
+    largest = max(there, key=lambda h: h.bytes, default=None)
+    more = f"; the largest is {largest.name} with {format_bytes(largest.bytes)}{_at(largest)}" if largest else ""
+    return f"most is held in {during.name}{_at(during)}: {parts}{more}"
 
 
-def _computing(forecast: Forecast, task: int) -> Span:
-    """The compute task that runs when ``task`` starts; ``task`` itself when none does."""
-    at = forecast.spans[task].start
-    running = [s for s in forecast.spans if s.stream == "compute" and s.start <= at < s.end]
-    return running[0] if running else forecast.spans[task]
-
-
-def _largest(found: Candidate, span: Span) -> Life | None:
-    """The largest life that spans the compute task ``span``."""
-    alive = found.space.scheduler.alive(span.phase, layer_of(span.module), found.space.scheduler.options(found.plan))
-    return max(alive, key=lambda life: life.bytes, default=None)
+def _at(one: Holding | Peak | Span) -> str:
+    return f" ({one.source})" if one.source else ""
 
 
 def _turn(change: Change, search: Search, machine: Machine, need: int, short: int) -> Remedy:

@@ -225,17 +225,6 @@ class Scheduler:
         update = device_update([shards], (), sizes_of_states(shards, self.moments))
         return Update((bucket,), update.sizes, reads=(gradient,), dead=(gradient,))
 
-    def alive(self, phase: str, layer: str, options: tuple[int, ...]) -> list[Life]:
-        """The lives held while ``layer`` computes, besides buckets, gradients and temporaries."""
-        at = options_of(self.profile, options)
-        regions = [k for k, r in enumerate(self.profile.regions) if (r.phase, r.layer) == (phase, layer)]
-        found = []
-        for life in self.profile.lives:
-            end = end_of(life, at)
-            if any(life.start <= k and (end is None or k <= end) for k in regions):
-                found.append(life)
-        return found
-
     def segment(self, flops: int, moved: int, packed: int, temporary: int, slices: int = 1) -> int:
         """The segment of that much work."""
         key = (flops, moved, packed, temporary, slices)
