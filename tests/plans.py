@@ -9,13 +9,29 @@ from typing import Any
 
 from zerograph.core.files.planfile import Holding, PassRecord, PlanFile, Reason
 from zerograph.core.files.runfile import Beside, Measured, Run, move_key
+from zerograph.core.instructions import (
+    Compute,
+    Free,
+    Gather,
+    HostUpdate,
+    Instruction,
+    Move,
+    Reduce,
+    Update,
+    WaitGather,
+    WaitReduce,
+)
 from zerograph.core.layout import Layout
-from zerograph.core.machine import machine_named
+from zerograph.core.machine import Machine, machine_named
 from zerograph.core.plan import Bucket, Plan
-from zerograph.core.step import Param
+from zerograph.core.program import Program, Register, Segment
+from zerograph.core.step import Kind, Param
 from zerograph.core.timeline import Forecast, Span, Stream
-from zerograph.planner.explain.retime import retimed, tasks_of
-from zerograph.sim.simulate import again
+from zerograph.planner.explain.retime import tasks_of
+from zerograph.sim.forecast import forecast
+from zerograph.sim.rates import Rates
+from zerograph.sim.simulate import simulate
+from zerograph.sim.tasks import Tasks
 
 MIB = 2**20
 
@@ -29,9 +45,16 @@ class Task:
 
 
 def play(tasks: Sequence[Task], holdings: Sequence[Holding] = (), not_counted: tuple[str, ...] = ()) -> Forecast:
-    """The forecast of ``tasks``, which hold that memory."""
-    spans = tuple(replace(task.span, task=index) for index, task in enumerate(tasks))
-    return again(Forecast(spans, {}, {}, (), not_counted), [task.seconds for task in tasks], holdings)
+    """The forecast of ``tasks``, which hold that memory: each starts when its stream is free and all that it waits for
+    has ended."""
+    run, spans = Tasks(), []
+    for index, task in enumerate(tasks):
+        start = max((run.free.get(task.span.stream, 0.0), *(run.ends[before] for before in task.span.after)))
+        run.starts.append(start)
+        run.ends.append(start + task.seconds)
+        run.free[task.span.stream] = run.ends[-1]
+        spans.append(replace(task.span, task=index, start=start, end=run.ends[-1]))
+    return forecast(tuple(spans), run, holdings, not_counted)
 
 
 def run_of(file: PlanFile, times: float = 2.0) -> Run:
@@ -50,20 +73,27 @@ def run_of(file: PlanFile, times: float = 2.0) -> Run:
         cuts = (begin, (begin + end) / 2, end) if span.stream in collectives else (begin, end)  # the start and the wait
         for start, stop in pairwise(cuts):
             spans.append(replace(span, task=len(spans), start=start, end=stop, key=key, after=()))
-    memory = {t: tuple((times * at, size) for at, size in curve) for t, curve in file.forecast.memory.items()}
     update = next(
         (times * (s.end - s.start) for s in file.forecast.spans if s.operation == "update" and s.stream == "compute"),
         None,
     )
     measured = Measured(segments, collectives["gather"], collectives["reduce"], update, moves)
-    run = Forecast(tuple(spans), memory, {t: replace(peak, task=0) for t, peak in file.forecast.peaks.items()})
+    peaks = {t: replace(peak, task=0) for t, peak in file.forecast.peaks.items()}
+    run = Forecast(tuple(spans), slower(file.forecast, times).memory, peaks)
     return Run(file.plan.digest, file.machine.device, run, measured)
+
+
+def slower(forecast: Forecast, times: float) -> Forecast:
+    """``forecast`` where everything takes ``times`` as long."""
+    spans = tuple(replace(span, start=times * span.start, end=times * span.end) for span in forecast.spans)
+    memory = {t: tuple((times * at, size) for at, size in curve) for t, curve in forecast.memory.items()}
+    return replace(forecast, spans=spans, memory=memory)
 
 
 def beside(file: PlanFile, times: float = 2.0) -> Beside:
     """That run, ready to be laid beside ``file``."""
     run = run_of(file, times)
-    return Beside(run, retimed(file, run), tasks_of(file, run))
+    return Beside(run, slower(file.forecast, times), tasks_of(file, run))
 
 
 def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, update: bool = False) -> PlanFile:
@@ -155,3 +185,72 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
         tokens=512,
         flops=10**9 * layers,
     )
+
+
+def programmed(layers: int = 4, offload: bool = False, machine: Machine | None = None) -> PlanFile:
+    """A plan file of the same model with the programs of its step, whose forecast on ``machine`` it has.
+
+    Each block is gathered before the one in front of it computes. With ``offload`` shards come from host memory and
+    updates go there.
+    """
+    file, contents = plan_file(layers), list[Register]()
+
+    def register(name: str, kind: Kind, size: int, tier: Any = "device") -> int:
+        contents.append(Register(name, size * MIB, len(contents), kind, tier))
+        return len(contents) - 1
+
+    bodies: dict[str, list[Instruction]] = {"forward": [], "backward": [], "update": []}
+    visits = [("forward", i) for i in range(layers)] + [("backward", i) for i in reversed(range(layers))]
+    gathers = list[tuple[list[Instruction], int]]()
+    for _, i in visits:
+        name, begin = f"blocks.{i}", list[Instruction]()
+        shard = (register(f"{name}.shard", "param", 12),) if offload else ()
+        if offload:
+            begin.append(Move("host", "device", "shard", name, name, 12 * MIB, (), shard, bucket=i))
+        whole = register(f"{name}.weight", "gathered", 24)
+        begin.append(Gather(i, file.plan.buckets[i].params, shard, whole, dead=shard, bytes=24 * MIB))
+        gathers.append((begin, whole))
+    saved = dict[int, int]()
+    for place, (phase, i) in enumerate(visits):
+        name, body, (begin, whole) = f"blocks.{i}", bodies[phase], gathers[place]
+        about: dict[str, Any] = {"module": name, "source": f"model.py:{40 + i % 3}"}
+        body += begin if place in (0, layers) else ()
+        if place + 1 not in (layers, len(visits)):
+            body += gathers[place + 1][0]
+        body.append(WaitGather(whole, bucket=i))
+        if phase == "forward":
+            saved[i] = register(f"{name}.saved", "activation", 6)
+            body += [Compute(0, (whole,), (saved[i],), **about), Free(i, (whole,), dead=(whole,))]
+            continue
+        full, reduced = register(f"{name}.full", "gradient", 24), register(f"{name}.gradient", "gradient", 12)
+        body += [
+            Compute(1, (whole, saved[i]), (full,), dead=(saved[i],), **about),
+            Free(i, (whole,), dead=(whole,)),
+            Reduce(i, file.plan.buckets[i].params, (full,), reduced, dead=(full,), bytes=24 * MIB),
+            WaitReduce(reduced, bucket=i),
+        ]
+        if offload:
+            there = register(f"{name}.gradient", "gradient", 12, "host")
+            to_host = ("device", "host", "gradient", name, name, 12 * MIB, (reduced,), (there,), (reduced,))
+            body.append(Move(*to_host, bucket=i))
+            bodies["update"].append(HostUpdate(name, name, 96 * MIB, (there,), (), (there,), bucket=i, updated=1))
+    bodies["update"].append(Update(tuple(range(layers)), (96 * MIB,) * layers))
+    segments = [Segment(f"digest of {kind}", 1, flops=10**9) for kind in ("forward", "backward")]
+    programs = tuple(
+        Program(
+            kind,
+            0,
+            len(contents),
+            body,
+            (),
+            segments,
+            contents,
+            [bucket.name for bucket in file.plan.buckets],
+            carries=kind != "forward",
+        )
+        for kind, body in bodies.items()
+    )
+    held = (Holding("shards", "param", "device", layers * 12 * MIB, -1, -1),)
+    file = replace(file, machine=machine or file.machine)
+    found, holdings = simulate(programs, Rates.of(file.machine, file.plan), held=held)
+    return replace(file, forecast=found, holdings=holdings, programs=programs)

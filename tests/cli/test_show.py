@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import plan_file, run_of
+from plans import plan_file, programmed, run_of
 
 from zerograph.cli import main
 from zerograph.cli.show import EXPORTS
@@ -197,7 +197,7 @@ def test_json_of_a_moment(plan: Path) -> None:
 @pytest.fixture
 def measured(tmp_path: Path) -> tuple[Path, Path]:
     """A plan of what can run, and a run of it that took twice as long."""
-    file = plan_file(12, update=True)
+    file = programmed(12)
     (tmp_path / "run.json").write_text(run_of(file).to_json())
     return written(tmp_path / "plan.json", file), tmp_path / "run.json"
 
@@ -205,10 +205,10 @@ def measured(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_measured_run_beside_the_forecast(measured: tuple[Path, Path]) -> None:
     plan, path = measured
     screen = run(plan, "--measured", path).stdout
-    assert "step         189 ms (378 ms measured, x2.00)" in screen
-    assert "re-timed     378 ms (378 ms measured, x1.00), 264 MiB of device, with the run's segments" in screen
-    assert "264 MiB measured, x1.00" in screen
-    assert "96.3%  182 ms  364 ms measured, x2.00" in screen
+    assert "step      789 ms (1.58 s measured, x2.00)" in screen
+    assert "re-timed  1.58 s (1.58 s measured, x1.00), 336 MiB of device, with the run's segments" in screen
+    assert "336 MiB measured, x1.00" in screen
+    assert "85.9%   678 ms  1.36 s measured, x2.00" in screen
     printed = data(plan, "--measured", path, "--by", "op")
     assert printed["measured"]["seconds"] == pytest.approx(2 * printed["seconds"])
     assert printed["retimed"]["seconds"] == pytest.approx(2 * printed["seconds"])
@@ -218,7 +218,7 @@ def test_a_measured_run_beside_the_forecast(measured: tuple[Path, Path]) -> None
 
 def test_a_run_of_another_plan_is_refused(measured: tuple[Path, Path]) -> None:
     plan, path = measured
-    file = plan_file(12, update=True)
+    file = programmed(12)
     other = replace(file, plan=replace(file.plan, prefetch=2))
     path.write_text(run_of(other).to_json())
     said = run(plan, "--measured", path, code=2).stderr

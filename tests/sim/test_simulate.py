@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import Task, play
@@ -53,11 +52,6 @@ def test_nothing_to_do() -> None:
     forecast = play([], [held(3, -1, -1)])
     assert forecast.seconds == 0
     assert forecast.peaks["device"].bytes == 3
-
-
-def test_waiting_for_a_later_task_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"task 0 \(a\) waits for a later one"):
-        play([Task("a", "compute", 1.0, after=(0,))])
 
 
 @st.composite

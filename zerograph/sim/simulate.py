@@ -21,7 +21,6 @@ Every rule of a step is written here, once, for the planner's coarse programs an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from zerograph.core.files.planfile import Holding
@@ -75,21 +74,6 @@ def simulate(
     run = walk(programs, Costs(rates, measured), cells)
     holdings = (*held, *cells.holdings)
     return forecast(tuple(run.described()), run, holdings, not_counted), holdings
-
-
-def again(before: Forecast, seconds: Sequence[float], holdings: Iterable[Holding]) -> Forecast:
-    """``before`` again, where its tasks take ``seconds``; what they wait for is as it was, and so are its ``holdings``.
-
-    Raises:
-        ValueError: a task waits for itself or a later one.
-    """
-    run, spans = Tasks(), []
-    for span, length in zip(before.spans, seconds, strict=True):
-        if any(earlier >= span.task for earlier in span.after):
-            raise ValueError(f"task {span.task} ({span.name}) waits for a later one: {span.after}")
-        run.begin(span.stream, length, span.after)
-        spans.append(replace(span, start=run.starts[-1], end=run.ends[-1]))
-    return forecast(tuple(spans), run, holdings, before.not_counted)
 
 
 def time_and_peaks(programs: Sequence[Program], costs: Costs, held: TierBytes = ()) -> tuple[float, Peaks, int]:
@@ -234,7 +218,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 after += before
                 now.append(task)
             facts.append(fact)
-            # As `Tasks.begin`, without a call, which would be an eighth of the time of a search.
+            # Here and not in a function: its calls would be an eighth of the time of a search.
             start = free.get(stream, 0.0)
             for earlier in after:
                 if ends[earlier] > start:

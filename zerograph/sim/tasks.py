@@ -45,18 +45,6 @@ class Tasks:
     after: list[tuple[int, ...]] = field(default_factory=list)
     events: dict[Tier, list[Event]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
 
-    def begin(self, stream: Stream, seconds: float, after: Iterable[int]) -> tuple[float, float]:
-        """Start and end of the next task, which starts when its stream is free and all that it waits for has ended."""
-        start, ends = self.free.get(stream, 0.0), self.ends
-        for task in after:
-            if ends[task] > start:
-                start = ends[task]
-        end = self.free[stream] = start + seconds
-        self.starts.append(start)
-        self.streams.append(stream)
-        ends.append(end)
-        return start, end
-
     def last_of(self, after: Sequence[int], computed: int) -> int:
         """The task that ends last of those in ``after``, which something waits for, and the one that computed before
         it; -1 where there are none."""

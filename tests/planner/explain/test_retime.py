@@ -8,29 +8,21 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import plan_file, run_of
+from plans import programmed, run_of
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Run
 from zerograph.core.machine import machine_named
 from zerograph.planner.explain.retime import retimed, tasks_of
-from zerograph.sim.simulate import again
 
-FILE = plan_file(4, update=True)
-
-
-def offloaded(layers: int) -> PlanFile:
-    """A plan that moves things, and tells of all memory."""
-    file = plan_file(layers, offload=True, update=True)
-    seconds = [span.end - span.start for span in file.forecast.spans]
-    return replace(file, forecast=again(file.forecast, seconds, file.holdings))
+FILE = programmed(4)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 5), st.booleans())
 def test_with_its_own_seconds_a_forecast_is_itself(layers: int, offload: bool) -> None:
-    file = offloaded(layers) if offload else plan_file(layers, update=True)
+    file = programmed(layers, offload)
     found, before = retimed(file, run_of(file, 1.0)), file.forecast
     assert {t: peak.bytes for t, peak in found.peaks.items()} == {t: peak.bytes for t, peak in before.peaks.items()}
     assert [s.start for s in found.spans] == pytest.approx([s.start for s in before.spans])
@@ -54,6 +46,16 @@ def test_slow_gathers_of_one_bucket_hold_up_what_waits_for_them() -> None:
     assert slower.seconds > 2.0 > 1.0 > FILE.forecast.seconds
 
 
+def test_collectives_between_hosts_keep_compute_waiting_for_as_long_as_was_measured() -> None:
+    """A run has the seconds in which they did: these do not hide behind compute once more."""
+    file = programmed(4, machine=replace(machine_named("cpu"), ranks_per_node=1))
+    run = run_of(file, 1.0)
+    gathers = dict.fromkeys(run.measured.gathers, 0.5)
+    found = retimed(file, replace(run, measured=replace(run.measured, gathers=gathers)))
+    computing = sum(span.end - span.start for span in found.spans if span.stream == "compute")
+    assert found.seconds >= 8 * 0.5 + computing
+
+
 def test_every_task_finds_its_spans() -> None:
     run = run_of(FILE)
     found = tasks_of(FILE, run)
@@ -65,7 +67,7 @@ def test_every_task_finds_its_spans() -> None:
 
 
 def test_moves_and_updates_off_the_device_have_their_own_seconds() -> None:
-    file = offloaded(4)
+    file = programmed(4, offload=True)
     run = run_of(file, 1.0)
     slow = replace(run, measured=replace(run.measured, moves=run.measured.moves | {"update states 2": 1.0}))
     longer = [span.name for span in retimed(file, slow).spans if span.end - span.start > 0.5]
@@ -77,7 +79,7 @@ def test_moves_and_updates_off_the_device_have_their_own_seconds() -> None:
 
 
 def test_all_transfers_of_a_move_are_its_task() -> None:
-    file = offloaded(4)
+    file = programmed(4, offload=True)
     run = run_of(file)
     (fetch,) = [s for s in run.forecast.spans if s.name == "fetch shard of blocks.1" and s.phase == "forward"]
     second = replace(fetch, task=len(run.forecast.spans), start=fetch.end, end=fetch.end + 1.0)
@@ -117,7 +119,6 @@ def wider(run: Run) -> Run:
         (FILE, wider, "forward blocks.0 has 1000000000 operations in the plan and 2000000000 in the run"),
         (FILE, lambda run: replace(run, measured=replace(run.measured, gathers={})), "the run has no gather blocks.0"),
         (FILE, lambda run: replace(run, measured=replace(run.measured, segments={})), "has no seconds of the segment"),
-        (replace(FILE, holdings=()), lambda run: run, "does not say what all of its memory is for"),
         (
             replace(
                 FILE, forecast=replace(FILE.forecast, spans=tuple(replace(s, key="") for s in FILE.forecast.spans))

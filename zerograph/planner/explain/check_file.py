@@ -11,8 +11,9 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from zerograph.core.files.planfile import Holding, PlanFile
+from zerograph.core.files.runfile import Measured
 from zerograph.core.machine import Tier
-from zerograph.core.timeline import Span
+from zerograph.core.timeline import Forecast, Span
 from zerograph.core.units import format_bytes
 from zerograph.planner.explain.check import BEFORE, PLAN_CHECKS
 from zerograph.planner.programs.micro_batches import seconds_of_passes
@@ -42,6 +43,15 @@ def check_file(file: PlanFile) -> list[Wrong]:
     return [*found, *_forecast(file)]
 
 
+def simulated(file: PlanFile, measured: Measured | None = None) -> tuple[Forecast, tuple[Holding, ...]]:
+    """The forecast of the programs of ``file``, and what memory is used for, by the rates of its machine; ``measured``
+    seconds replace these."""
+    given = {program.contents[register].name for program in file.programs for register in program.given}
+    held = tuple(h for h in file.holdings if h.first == h.last == BEFORE and h.name not in given)
+    rates, not_counted = Rates.of(file.machine, file.plan), file.forecast.not_counted
+    return simulate(file.programs, rates, measured=measured, held=held, not_counted=not_counted)
+
+
 def _budget(file: PlanFile) -> Iterator[Wrong]:
     for tier, curve in file.forecast.memory.items():
         budget = file.budget.get(tier, 0)
@@ -65,12 +75,8 @@ def _too_much(tier: Tier, held: int, budget: int, when: str) -> str:
 
 
 def _forecast(file: PlanFile) -> Iterator[Wrong]:
-    """By simulating the programs again."""
-    stated, plan = file.forecast, file.plan
-    given = {program.contents[register].name for program in file.programs for register in program.given}
-    states = tuple(h for h in file.holdings if h.first == h.last == BEFORE and h.name not in given)
-    rates = Rates.of(file.machine, plan)
-    true, holdings = simulate(file.programs, rates, held=states, not_counted=stated.not_counted)
+    stated = file.forecast
+    true, holdings = simulated(file)
     for span, other in zip_longest(stated.spans, true.spans):
         if span != other:
             yield _at("forecast", span, f"{_task(span)} is forecast, and the programs run {_task(other)}")
@@ -81,7 +87,8 @@ def _forecast(file: PlanFile) -> Iterator[Wrong]:
             most = [format_bytes(each.bytes if each is not None else 0) for each in (stated_peak, peak)]
             text = f"{tier} is forecast to hold up to {most[0]}, and the programs hold up to {most[1]}"
             yield _at("forecast", None, text + ", at other moments" * (stated_peak == peak))
-    earlier = (file.micro_batches - 1) * seconds_of_passes(file.programs, plan, rates)
+    passes = seconds_of_passes(file.programs, file.plan, Rates.of(file.machine, file.plan))
+    earlier = (file.micro_batches - 1) * passes
     if file.earlier != earlier:
         text = f"earlier micro-batches are forecast to take {file.earlier:g} s, and take {earlier:g}"
         yield _at("forecast", None, text)

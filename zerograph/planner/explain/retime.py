@@ -1,17 +1,15 @@
-"""A plan's forecast again, with the seconds of a run of it in place of a machine's rates; nothing is compiled.
-
-Tasks and what they wait for are the plan's, and so is the memory that they take and give back, which its holdings tell.
-"""
+"""A plan's forecast again, with the seconds of a run of it in place of a machine's rates; nothing is compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Run, move_key
 from zerograph.core.timeline import Forecast, Span
-from zerograph.sim.simulate import again
+from zerograph.planner.explain.check_file import simulated
 
 _RECORD = 'record a run of this plan: zerograph.backend(plan="plan.json") trains by it, backend.record() records'
 
@@ -23,13 +21,17 @@ def retimed(file: PlanFile, run: Run) -> Forecast:
         ConfigError: the run is not one of this plan, or of another batch or device; says what differs.
     """
     _refuse(file, run)
-    before = file.forecast
-    planned = [span.end - span.start for span in before.spans]
-    # The plan's own seconds must give the plan's own peaks: else its holdings leave memory out.
-    if again(before, planned, file.holdings).peaks != before.peaks:
-        raise ConfigError("the plan does not say what all of its memory is for", "make the plan again")
-    seconds = dict(_seconds(file, run))
-    return again(before, [seconds.get(task, length) for task, length in enumerate(planned)], file.holdings)
+    measured, own = run.measured, dict[str, float]()
+    by_bucket = {"gather": measured.gathers, "reduce": measured.reduces}
+    for span in file.forecast.spans:
+        if span.bucket not in by_bucket.get(span.operation, (span.bucket,)):
+            raise ConfigError(f"the run has no {span.name}", _RECORD)
+    # Of other processes the same segment has another digest.
+    for planned, ran in zip(_segments(file.forecast), _segments(run.forecast), strict=True):
+        if ran.key not in measured.segments:
+            raise ConfigError(f"the run has no seconds of the segment {ran.key}", _RECORD)
+        own[planned.key] = measured.segments[ran.key]
+    return simulated(file, replace(measured, segments=own))[0]
 
 
 def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
@@ -94,26 +96,3 @@ def _refuse(file: PlanFile, run: Run) -> None:
 
 def _segments(forecast: Forecast) -> Iterator[Span]:
     return (span for span in forecast.spans if span.operation == "compute")
-
-
-def _seconds(file: PlanFile, run: Run) -> Iterator[tuple[int, float]]:
-    measured, ran = run.measured, _segments(run.forecast)
-    by_bucket = {"gather": measured.gathers, "reduce": measured.reduces}
-    segments = {span.task for span in _segments(file.forecast)}
-    for span in file.forecast.spans:
-        if span.task in segments:
-            key = next(ran).key
-            if key not in measured.segments:
-                raise ConfigError(f"the run has no seconds of the segment {key}", _RECORD)
-            yield span.task, measured.segments[key]
-        elif span.operation in by_bucket:
-            seconds = by_bucket[span.operation].get(span.bucket)
-            if seconds is None:
-                raise ConfigError(f"the run has no {span.name}", _RECORD)
-            yield span.task, seconds
-        elif span.what:
-            seconds = measured.moves.get(move_key(span.operation, span.what, span.bucket, span.label))
-            if seconds is not None:
-                yield span.task, seconds
-        elif span.operation == "update" and measured.update is not None:
-            yield span.task, measured.update
