@@ -1,4 +1,7 @@
-"""Files that cannot be read or written, or hold something else, are errors that name the file."""
+"""Files that cannot be read or written, or hold something else, are errors that name the file.
+
+Tests ``core/files/kinds.py`` too.
+"""
 
 from __future__ import annotations
 
