@@ -12,7 +12,7 @@ from zerograph.core.plan import Plan
 
 
 def tiers_run(machine: Machine, disks: Container[Tier] = DISKS) -> tuple[Tier, ...]:
-    """The tiers beside the device on which a backend keeps shards and, for the backward, activations of ``machine``.
+    """The tiers of ``machine`` beside the device on which a backend keeps shards, and activations for the backward.
 
     Args:
         disks: on which it has folders.

@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 6
 """Differences that an error names; more are counted."""
-_ASKED = ("parameters", "layers", "loss")
-"""The checks of a plan by a step that say whether it is the step that was planned."""
 
 
 def replay(given: GivenPlan, step: Step) -> Plan:
@@ -39,8 +37,10 @@ def replay(given: GivenPlan, step: Step) -> Plan:
         return _for_evaluation(given, step)
     if not step.params and given.plan.buckets:
         return _of_activations(given.plan, step)
-    # A batch of another size may have one sample: such a plan is restricted to what the step can have.
-    asked = _ASKED if given.plan.by_sample else (*_ASKED, "tokens")
+    asked = ["parameters", "layers", "loss", "tokens"]
+    if given.plan.by_sample:
+        # It is restricted to what the step can have: a batch of another size may have one sample.
+        asked = asked[: 2 if step.untiled_logits else 3]
     found = [wrong.message for name in asked for wrong in CHECKS[name][1](step, given.plan)]
     _refuse(given, [*found, *_tiles(given.plan, step)])
     return given.plan

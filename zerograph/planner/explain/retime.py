@@ -24,7 +24,7 @@ def retimed(file: PlanFile, run: Run) -> Forecast:
     measured, own = run.measured, dict[str, float]()
     by_bucket = {"gather": measured.gathers, "reduce": measured.reduces}
     for span in file.forecast.spans:
-        if span.bucket not in by_bucket.get(span.operation, (span.bucket,)):
+        if span.operation in by_bucket and span.bucket not in by_bucket[span.operation]:
             raise ConfigError(f"the run has no {span.name}", _RECORD)
     # Of other processes the same segment has another digest.
     for planned, ran in zip(_segments(file.forecast), _segments(run.forecast), strict=True):
