@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from planner.steps import Layer, step_of
 from quick import examples
 
+from zerograph.core.errors import ConfigError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.instructions import Reduce
 from zerograph.core.layout import Layout
@@ -18,6 +19,7 @@ from zerograph.core.plan import OVERLAPS, GivenPlan, Overlap, Placement, Plan
 from zerograph.core.step import Op, Param, Step, Value
 from zerograph.planner import replay
 from zerograph.planner.explain.check import check_plan
+from zerograph.planner.explain.replay import restricted_to_step
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_untiled, with_loss_tiles
 from zerograph.planner.programs.coarse import coarse_programs, snapshot
@@ -228,7 +230,7 @@ def test_what_is_left_open_is_never_slower_than_what_is_fixed(recompute: str | f
         assert forced is None or free.seconds <= forced.seconds * 1.01, share
 
 
-def test_one_process_that_moves_no_parameters_replays_tiles_of_the_loss() -> None:
+def test_tiles_of_the_loss_are_replayed() -> None:
     step = with_head()
     step = replace(step, ops=tuple(replace(op, activation="head:mm") if op.name == "logits" else op for op in step.ops))
     head = head_of(Graph(step))
@@ -236,3 +238,9 @@ def test_one_process_that_moves_no_parameters_replays_tiles_of_the_loss() -> Non
     plan = with_loss_tiles(plan_step(step, stage=3, world_size=WORLD, bucket_size=MIB, prefetch=1), head, 4)
     alone = replay(GivenPlan("plan.json", plan), replace(step, params=()))
     assert alone == replace(plan, buckets=()) and alone.loss_tiles == 4
+    # Of a plan by sample the loss is left whole where logits exist for all tokens, and of others that is an error.
+    untiled, by_sample = replace(step, untiled_logits="they are returned"), replace(plan, by_sample=True)
+    assert replay(GivenPlan("plan.json", by_sample), untiled) == by_sample
+    assert restricted_to_step(by_sample, untiled).loss_tiles == 1
+    with pytest.raises(ConfigError, match="the loss is in 4 tiles, and the step has none"):
+        replay(GivenPlan("plan.json", plan), untiled)
