@@ -139,7 +139,7 @@ class Accelerator(accelerate.Accelerator):
 def generate_in_step(model: nn.Module) -> None:
     """Let transformers' ``generate`` go on until all ranks are done, since each gathers with all, and not compile it:
     its cache has another length for every token."""
-    generating = [module for module in model.modules() if hasattr(type(module), "generate")]
+    generating: list[Any] = [module for module in model.modules() if hasattr(type(module), "generate")]
     if generating:
         # PEFT's passes all arguments on to transformers' inside of it; a user's own may know none of these.
         outer, *_ = arguments = [inspect.signature(type(module).generate).parameters for module in generating]

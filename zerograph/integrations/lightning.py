@@ -240,8 +240,8 @@ def _by_name(states: State, optimizer: Optimizer, module: nn.Module) -> State:
     """
     numbers = [number for group in states["param_groups"] for number in group["params"]]
     as_optimizer = numbers == list(range(len(numbers))) and list(states["state"]) == sorted(states["state"])
-    own = {"optim": optimizer} if as_optimizer else {}
-    return FullyShardedDataParallel.rekey_optim_state_dict(states, OptimStateKeyType.PARAM_NAME, module, **own)  # type: ignore[no-any-return]
+    own = optimizer if as_optimizer else None
+    return FullyShardedDataParallel.rekey_optim_state_dict(states, OptimStateKeyType.PARAM_NAME, module, optim=own)
 
 
 class _BackwardSync(_BackwardSyncControl):
