@@ -16,7 +16,7 @@ try:
     from zerograph.integrations.transformers import Trainer
 except ImportError:
     raise SystemExit(
-        "this example needs transformers and accelerate\n\nhint: pip install 'zerograph[trainer]'"
+        "this example needs transformers and accelerate\n\nhint: pip install '.[trainer]' in the clone"
     ) from None
 
 FOLDER = Path(tempfile.gettempdir(), "zerograph-trainer")

@@ -15,7 +15,7 @@ import zerograph
 try:
     from zerograph.integrations.accelerate import Accelerator
 except ImportError:
-    raise SystemExit("this example needs accelerate\n\nhint: pip install 'zerograph[accelerate]'") from None
+    raise SystemExit("this example needs accelerate\n\nhint: pip install '.[accelerate]' in the clone") from None
 
 
 class Network(nn.Module):

@@ -17,7 +17,7 @@ try:
 
     from zerograph.integrations.lightning import ZeroGraphStrategy
 except ImportError:
-    raise SystemExit("this example needs lightning\n\nhint: pip install 'zerograph[lightning]'") from None
+    raise SystemExit("this example needs lightning\n\nhint: pip install '.[lightning]' in the clone") from None
 
 
 class Network(LightningModule):

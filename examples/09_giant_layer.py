@@ -1,4 +1,4 @@
-"""Train one linear layer of 4 GiB, with 12 GiB of gradients and optimizer states, in a process of less than 3 GiB.
+"""Train one linear layer of 4 GiB, with 12 GiB of gradients and optimizer states, in a process of 1.2 GiB.
 
 python examples/09_giant_layer.py FOLDER [GiB] [steps]     (FOLDER is on a disk with 5 times as much free)
 

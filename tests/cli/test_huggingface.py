@@ -107,4 +107,4 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "transformers", None)  # what makes Python's own import fail
     result = run("estimate", written(tmp_path / "config.json", LLAMA))
     assert result.exit_code == 2
-    assert "which cannot be imported" in result.stderr and "hint: pip install 'zerograph[hf]'" in result.stderr
+    assert "which cannot be imported" in result.stderr and "hint: pip install '.[hf]' in the clone" in result.stderr

@@ -73,7 +73,8 @@ def _transformers(path: Path) -> ModuleType:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"{path} is read by transformers, which cannot be imported: {error}", "pip install 'zerograph[hf]'"
+            f"{path} is read by transformers, which cannot be imported: {error}",
+            "pip install '.[hf]' in the clone of zerograph",
         ) from None
     return transformers  # type: ignore[no-any-return]
 

@@ -35,8 +35,8 @@ def _or(number: Callable[[str], float], *words: str) -> Callable[[str], str | fl
 
 _STAGE = "ZeRO stage; auto fills the memory."
 _OFFLOADED = (
-    "Tensors that may leave the device; each choice includes those before it. Backends run plans with NVMe on CPUs, "
-    "and with shards on the host on GPUs."
+    "Tensors that may leave the device; each choice includes those before it. Backends run plans with NVMe, and on "
+    "GPUs with the host."
 )
 _BESIDE = (
     "The optimizer's argument: backward is overlap=True, where backwards update what they have done with; forward is "

@@ -97,7 +97,7 @@ def io_engine(path: Path) -> Finding:
     fact = f"{engine.name}{' (ZEROGRAPH_IO)' if wanted != 'auto' else ''} on {path}: {way}"
     notes = "; ".join((engine.notes + slab.notes).splitlines())
     if not _core.has_uring() and wanted != "threads":
-        mend = "apt install liburing-dev && pip install --no-binary zerograph zerograph"
+        mend = "apt install liburing-dev, and install zerograph again from its clone"
         return Finding("I/O engine", "warning", f"{fact}; {notes}", mend)
     if notes:
         return Finding("I/O engine", "warning", f"{fact}; {notes}", "mend io_uring or the memlock limit, see there")

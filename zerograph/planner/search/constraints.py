@@ -137,7 +137,8 @@ class Constraints:
         run = tuple(tier for tier in found if tier in self.executable)
         if not run:
             raise ConfigError(
-                f"on {machine.name} nothing can leave the device yet", "offload runs on CPUs, with shards on NVMe"
+                f"on {machine.name} nothing can leave the device yet",
+                "give path=, a folder on a disk; on a GPU shards may be on the host, too",
             )
         return run
 
