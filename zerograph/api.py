@@ -155,7 +155,7 @@ class Backend:
             self._adoption.params,
             ranks.device,
             ranks.agreement,
-            free=free_room(config),
+            free=free_room(config, ranks.device.type),
             replicas=ranks.replicas,
             per_host=ranks.per_host,
         )

@@ -6,7 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from zerograph.compiler.room import disks, memory_here, rooms
+import pytest
+
+from zerograph.compiler.room import disks, free_room, memory_here, rooms
+from zerograph.core.config import Config
 
 
 def test_folders_are_recognized_by_their_file_system(tmp_path: Path) -> None:
@@ -30,3 +33,23 @@ def test_ranks_share_what_is_free() -> None:
     assert rooms([[("a", 100), ("b", 300)]]) == [200]  # stripes are as long on each
     assert rooms([[("a", 100), ("a", 100)], [("a", 100)]]) == [66, 33]
     assert rooms([[("a", 100)], []]) == [100, sys.maxsize]
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "host"),
+    [
+        ({"offload": "auto"}, "cuda", True),
+        ({"offload": "auto"}, "cpu", False),  # its host is the device
+        ({"offload": "auto", "host_memory": "1GiB"}, "cuda", False),
+        ({"offload": "auto", "tier": "nvme"}, "cuda", False),
+        ({"offload": "optimizer"}, "cuda", False),
+        ({"offload": "optimizer", "tier": "host"}, "cuda", True),
+    ],
+)
+def test_the_hosts_free_memory_bounds_what_may_go_there(
+    options: dict[str, str], device: str, host: bool, tmp_path: Path
+) -> None:
+    """Else a search would go by the host of a preset."""
+    path = {} if options.get("tier") == "host" else {"path": str(tmp_path)}
+    config = Config.of(memory="8GiB" if options["offload"] == "auto" else None, **path, **options)
+    assert ("host" in free_room(config, device)) is host
