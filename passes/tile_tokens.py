@@ -44,18 +44,20 @@ def _write(
     """Write the regions that begin at products of these ``names``; returns the number of tiles.
 
     Args:
-        whole: level and text of the message about a region that cannot be in tiles.
+        whole: level and text of the message about a product that begins none.
     """
     written, done = 0, set[fx.Node]()
     for product in list(wide_products(graph.nodes, names)):
         if product in done:
             continue
+        level, text = whole
         try:
             region = region_of(product)
             done.update(region.nodes)
+            level = logging.WARNING  # nobody else tells of a region that cannot be written
             written += write_tiles(graph, region, tiles)
         except Mixes as error:
-            log.log(*whole, product.meta["zg"].name, error)
+            log.log(level, text, product.meta["zg"].name, error)
     if written:
         graph.eliminate_dead_code()
     return written

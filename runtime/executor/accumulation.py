@@ -44,8 +44,8 @@ class GradientAccumulation:
         self._flushing: int | None = None  # the backward at whose end the rest is reduced
         self._seen: dict[str, Values] = {}  # of gradients on a device, since the beginning of a backward
         self._seen_in: int | None = None  # that backward
-        self._told: bool | None = None  # whether a gradient that tells was dropped before the last backward; None: none
-        self._told_in: int | None = None  # that backward
+        # Whether a gradient that tells had been dropped before a backward that runs; None where none tells.
+        self._told: dict[int, bool | None] = {}
         self._following: dict[str, weakref.ref[Tensor]] = {}  # the tensors whose gradients a hook follows
         self._comm: Communicator
 
@@ -162,11 +162,14 @@ class GradientAccumulation:
         """Whether a gradient that tells had been dropped when the backward that runs began; None where none tells.
         Later in it gradients are withdrawn, or left anew."""
         backward = current_backward()
-        if backward != self._told_in or backward == _OUTSIDE:
-            other = next(filter(self._tells, self._left), None)
-            self._told = None if other is None else self._was_dropped(other, *self._left[other])
-            self._told_in = backward
-        return self._told
+        if backward in self._told:
+            return self._told[backward]
+        other = next(filter(self._tells, self._left), None)
+        told = None if other is None else self._was_dropped(other, *self._left[other])
+        if backward != _OUTSIDE:  # backwards may be inside of one another
+            self._told[backward] = told
+            after_backward(lambda: self._told.pop(backward, None))
+        return told
 
     def _tells(self, name: str) -> bool:
         grad = self._params[name].grad

@@ -68,9 +68,14 @@ class StepCount:
         groups, known = optimizer.param_groups, {id(p) for p in self._params.values()}
         held = params_in(groups)
         # One of a probe on one rank alone is nothing to us, where other ranks trust what they have gathered.
-        if any(id(p) in known for p in held) or not _memory(held).isdisjoint(_memory(self._params.values())):
-            self.value += 1
+        self.value += any(id(p) in known for p in held) or self._share_memory(held)
         self.own += any(id(p) in known for p in params_in(moving_groups(groups)))
+
+    def _share_memory(self, tensors: Iterable[Tensor]) -> bool:
+        try:
+            return not _memory(tensors).isdisjoint(_memory(self._params.values()))
+        except RuntimeError:  # one of a class without memory of its own: it may stand for ours
+            return True
 
 
 def _memory(tensors: Iterable[Tensor]) -> set[int]:

@@ -213,9 +213,9 @@ def test_activations_that_are_not_made_here_are_named(tmp_path: Path) -> None:
     offloaded = (("blocks.7", "nvme"), ("blocks.0", "nvme"), ("blocks.0.up:relu#9", "nvme"))
     path.write_text(replace(file, plan=replace(file.plan, offload=offloaded)).to_json())
     (message,) = run(1, _error_of, path, Deep, {"dtype": torch.float32, "path": str(tmp_path)})
-    assert "what blocks.7 saves was decided, and the step has no such layer" in message
-    assert "blocks.0.up:relu#9 saves was decided, and the step has no such activation" in message
-    assert "blocks.0 saves" not in message
+    assert "blocks.7 leaves the device in the plan, and the step has no such layer" in message
+    assert "blocks.0.up:relu#9 leaves the device in the plan, and the step has no such activation" in message
+    assert "blocks.0 leaves" not in message
 
 
 def _different_plans(paths: list[Path | None]) -> str:

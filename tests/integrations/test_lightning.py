@@ -250,6 +250,20 @@ def test_trainer_resumes_at_another_world_size(trainer: Any, name: str, world: i
     close(run(world, _resumed, f"{path}/{name}/saved")[0], ranks[0]["resumed"])
 
 
+def _evaluated(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """By a Trainer that does not train: it has no optimizers, whose states are in the file."""
+    module = Language()
+    common_options = common(ZeroGraphStrategy(backend(3)))
+    trainer = lightning.Trainer(**common_options, limit_val_batches=1, logger=False, enable_progress_bar=False)
+    trainer.validate(module, loader(2), ckpt_path=path, verbose=False)
+    return plain(module.state_dict()), torch.load(path, weights_only=False)["state_dict"]
+
+
+def test_a_file_is_evaluated(trainer: Any) -> None:
+    for ours, theirs in run(2, _evaluated, f"{trainer[0]}/ddp/saved"):
+        close(ours, theirs)
+
+
 def _refused(path: str) -> None:
     for strategy in (ZeroGraphStrategy, ZeroGraphFabricStrategy):
         with pytest.raises(ConfigError, match=f"{strategy.__name__} got int in the place of a Backend"):

@@ -124,7 +124,7 @@ class _StepNodes:
         if node in self._same or node.op != "call_function" or not node.users or self.behind(node.all_input_nodes):
             return node in self._same
         # The base of a scatter that writes all of it: nobody reads what is in it.
-        return all(left_as_it_is(user) not in (None, node) for user in node.users)
+        return all(user.args[0] is node and left_as_it_is(user) not in (None, node) for user in node.users)
 
     def behind(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """``nodes`` as far as they are data, each once, and what they look at instead of views of all of it."""

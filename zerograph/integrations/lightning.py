@@ -222,10 +222,13 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
         state = {"state_dict": module, **{f"optimizer_{i}": o for i, o in enumerate(self.optimizers)}}
         rest = _read(path, state, weights_only)
         if path.is_file():  # as Lightning writes files: optimizers in a list, parameters by number
-            by_name = [
-                _by_name(states, optimizer, module)
-                for states, optimizer in zip(rest.pop("optimizer_states", []), self.optimizers, strict=True)
-            ]
+            found = rest.pop("optimizer_states", [])
+            if len(found) < len(self.optimizers):  # an evaluation has none
+                raise CheckpointError(
+                    f"{path} has states of {len(found)} optimizers, and {len(self.optimizers)} are trained",
+                    "give load_from_checkpoint a file of weights alone, and train from there",
+                )
+            by_name = [_by_name(*each, module) for each in zip(found, self.optimizers, strict=False)]
             rest |= {f"optimizer_{i}": states for i, states in enumerate(by_name)}
         tensors = {key: rest.pop(key) for key in state}
         _restore(state, tensors, full=path.is_file(), strict=module.strict_loading)

@@ -146,11 +146,12 @@ class LateSteps(StepsOf):
         for what, seen in late.seen.items():
             changed = seen.changed
             if changed:
+                none = "zero_grad() as it is by default sets gradients to None, and needs no such call; "
                 raise ZeroGraphError(
-                    f"{len(changed)} {what}, the first of shape {list(changed[0].shape)}, were written to while {self} "
-                    f"with {self.argument} updated parameters: values may be either",
-                    "call optimizer.settle() before you change parameters or gradients (zero_grad() as it is by "
-                    "default sets gradients to None, and needs no such call); now load a checkpoint",
+                    f"{len(changed)} {what}, the first of shape {list(changed[0].shape)}, were written to before "
+                    f"{self.ends}, in which {self} with {self.argument} ends its step: values may be either",
+                    f"call optimizer.settle() before you change {' or '.join(late.seen)}; "
+                    f"{none if 'gradients' in late.seen else ''}now load a checkpoint",
                 )
 
     def refuse(self, what: str, hint: str) -> NoReturn:
@@ -228,7 +229,7 @@ class DelayedSteps(LateSteps):
     How many ordinary steps are still to come is in the groups, as ``warmup``: state dicts have it.
     """
 
-    argument, ends = "delayed=True", "the next one"
+    argument, ends = "delayed=True", "the next step"
 
     def step(self, grad_scale: float | Tensor | None, clip: float | None) -> None:
         """Begin an update that programs see after the next step; or, of the first ones, make it at once.

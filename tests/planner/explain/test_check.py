@@ -106,10 +106,10 @@ FIRST, SECOND = (b.params[0] for b in PLAN.buckets)
             STEP,
             bucket(1, params=(replace(SECOND, tied_to=("head",)),)),
             "parameters",
-            "tied to ('head',) in the plan, () here",
+            "other names ('head',) in the plan, () here",
         ),
-        (STEP, replace(PLAN, recompute=("blocks.7",)), "layers", "what blocks.7 saves"),
-        (STEP, replace(PLAN, offload=(("blocks.8", "host"),)), "layers", "what blocks.8 saves"),
+        (STEP, replace(PLAN, recompute=("blocks.7",)), "layers", "blocks.7 is recomputed in the plan"),
+        (STEP, replace(PLAN, offload=(("blocks.8", "host"),)), "layers", "blocks.8 leaves the device in the plan"),
         (STEP, replace(PLAN, save=("blocks.0:gone",)), "layers", "the step has no such activation"),
         (STEP, replace(PLAN, offload=(("blocks.0:gone", "host"),)), "layers", "the step has no such activation"),
         (operation("act0", reads=("d_out0",)), PLAN, "reads", "act0 reads d_out0, before it is made"),
@@ -131,7 +131,7 @@ def test_single_activations_that_the_step_has_are_no_mistake() -> None:
     assert check_plan(STEP, plan) == []
     assert replay(GivenPlan("plan.json", plan), STEP) == plan
     with pytest.raises(
-        ConfigError, match=r"what blocks\.0:gone saves was decided, and the step has no such activation"
+        ConfigError, match=r"blocks\.0:gone is saved in the plan, and the step has no such activation"
     ):
         replay(GivenPlan("plan.json", replace(plan, save=("blocks.0:gone",))), STEP)
 

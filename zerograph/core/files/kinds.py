@@ -42,11 +42,14 @@ def versioned(text: str, kind: str, version: int, hint: str, again: str) -> dict
         data = None
     refuse_other_kind(data, kind, hint)
     name = kind.removeprefix("a ")
-    # Other files have a version, too: its number would say nothing here.
-    if not isinstance(data, dict) or not _KINDS[kind][0] <= data.keys():
+    fields, _ = _KINDS[kind]
+    # Other files have a version, too: its number would say nothing here. Another version may have other fields.
+    if not isinstance(data, dict) or fields.isdisjoint(data):
         raise ConfigError(f"the file holds no {name}", hint)
     if data.get("version") != version:
         raise ConfigError(f"the {name} has version {data.get('version')}, this ZeroGraph reads {version}", again)
+    if not fields <= data.keys():
+        raise ConfigError(f"the file holds no {name}", hint)
     return data
 
 

@@ -89,7 +89,12 @@ def _fields(planned: Param, here: Param) -> Iterator[str]:
     for each in fields(Param):
         before, now = getattr(planned, each.name), getattr(here, each.name)
         if before != now:
-            yield f"{each.name.replace('_', ' ')} {before} in the plan, {now} here"
+            text = _LABELS.get(each.name, each.name.replace("_", " "))
+            yield f"{text} {before} in the plan, {now} here"
+
+
+_LABELS = {"home": "layout", "reduce_dtype": "dtype of the reduction", "tied_to": "other names"}
+"""Fields of a parameter whose names are not those that people use."""
 
 
 def _parameters(step: Step, plan: Plan) -> Iterator[Wrong]:
@@ -97,14 +102,15 @@ def _parameters(step: Step, plan: Plan) -> Iterator[Wrong]:
 
 
 def _layers(step: Step, plan: Plan) -> Iterator[Wrong]:
-    named = [*plan.recompute, *plan.save, *(name for name, _ in plan.offload)]
+    named = dict.fromkeys((name for name, _ in plan.offload), "leaves the device")
+    named |= dict.fromkeys(plan.save, "is saved") | dict.fromkeys(plan.recompute, "is recomputed")
     there = {layer_of(op.module) for op in step.ops} if named else set()
     if any(map(layer_of_activation, named)):
         there.update(op.activation for op in step.ops)
-    for name in named:
+    for name, what in named.items():
         if name not in there:
             kind = "activation" if layer_of_activation(name) else "layer"
-            yield Wrong("layers", f"what {name} saves was decided, and the step has no such {kind}", name)
+            yield Wrong("layers", f"{name} {what} in the plan, and the step has no such {kind}", name)
 
 
 def _loss(step: Step, plan: Plan) -> Iterator[Wrong]:
