@@ -130,9 +130,7 @@ def test_single_activations_that_the_step_has_are_no_mistake() -> None:
     plan = replace(PLAN, save=("blocks.0:up", "blocks.1:act"), offload=(("blocks.0:up", "host"),))
     assert check_plan(STEP, plan) == []
     assert replay(GivenPlan("plan.json", plan), STEP) == plan
-    with pytest.raises(
-        ConfigError, match=r"blocks\.0:gone is saved in the plan, and the step has no such activation"
-    ):
+    with pytest.raises(ConfigError, match=r"blocks\.0:gone is saved in the plan, and the step has no such activation"):
         replay(GivenPlan("plan.json", replace(plan, save=("blocks.0:gone",))), STEP)
 
 

@@ -133,6 +133,26 @@ def test_steps_of_own_optimizers_are_counted_separately() -> None:
     assert step(ours, lr=0.0) == (3, 1)
 
 
+class Hidden(torch.Tensor):
+    """As quantized weights of other libraries: its memory is that of tensors inside of it."""
+
+    @staticmethod
+    def __new__(cls) -> Hidden:
+        made: Hidden = torch.Tensor._make_wrapper_subclass(cls, (2,))
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, *_: object) -> object:
+        raise NotImplementedError(str(func))
+
+
+def test_parameters_that_do_not_tell_their_memory_may_be_ours() -> None:
+    ours = torch.zeros(2)
+    count = StepCount({"ours": ours})
+    assert not count._share_memory([torch.zeros(2)]) and count._share_memory([ours[1:]])
+    assert count._share_memory([Hidden()])
+
+
 def test_a_forward_drops_what_is_stale_as_it_gathers_and_other_programs_at_once(made: Made) -> None:
     cache, *_ = made
     gather(cache, "forward")
