@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -168,7 +169,7 @@ class GradientAccumulation:
         told = None if other is None else self._was_dropped(other, *self._left[other])
         if backward != _OUTSIDE:  # backwards may be inside of one another
             self._told[backward] = told
-            after_backward(lambda: self._told.pop(backward, None))
+            after_backward(partial(self._told.__delitem__, backward))
         return told
 
     def _tells(self, name: str) -> bool:
