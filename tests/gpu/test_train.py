@@ -83,6 +83,7 @@ def test_norms_of_what_was_offloaded_go_over_a_group_of_devices(
 def _recorded(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, memory: bool = False, **options: Any) -> Any:
     """The backend, its model and the recording of the third step of a loop."""
     monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
+    torch._dynamo.reset()  # which else compiles no more of these in one process than its limit
     model, compiler, batch = _model().to(here()), backend(**options), torch.randn(16, 32, device=here())
     optimizer, compiled = zerograph.optim.AdamW(model.parameters()), torch.compile(model, backend=compiler)
     for recorded in (False, False, True):
