@@ -153,9 +153,11 @@ class GradientAccumulation:
         Raises:
             ZeroGraphError: it was changed in another way, which the held part did not see.
         """
-        grad, told = self._params[name].grad, self._told_by_another()
+        if current_backward() != _OUTSIDE:
+            self._told_by_another()  # while there is another
         if self._tells(name):
             return self._was_dropped(name, left, version)
+        grad, told = self._params[name].grad, self._told_by_another()
         # Where no other tells, whoever wrote to it has zeroed it.
         return grad is not left or grad._version != version if told is None else told
 
@@ -254,6 +256,7 @@ class GradientAccumulation:
     @torch.no_grad()
     def reduce_held(self, wanted: Callable[[Tensor], bool]) -> None:
         """Reduce gradients that are held for the parameters that are ``wanted``."""
+        self.forget_dropped()  # while all that tell are there
         before = self.state
         held = [param for parts in self._held.values() for param, _ in parts.values()]
         held_here = [p for p in held if p.name not in self.late and wanted(self._params[p.name])]

@@ -116,6 +116,7 @@ class LateGradients:
     def _reduce(self) -> None:
         own, self._own, self._expected = self._own, {}, False
         before = self._accumulation.state
+        self._accumulation.forget_dropped()  # while all that tell are there
         held = {key: self._accumulation.withdraw(described) for key, (described, _) in self._params.items()}
         # One by one, as autograd and GradientAccumulation do: the sum has the same bits.
         rounds = [[(*pair, grads.get(key)) for key, pair in self._params.items()] for grads in (own, held)]

@@ -51,8 +51,7 @@ def free_room(config: Config, device: str) -> dict[Tier, list[Disk]]:
     """The free memory of the tiers beside a ``device`` of that type, as far as ``config`` uses it and does not bound
     it."""
     found = {disk: disks(folders) for disk, folders in config.folders.items()}
-    searched = config.searches and config.offload != "none" and config.tier is None
-    uses_host = "host" in config.offload_tiers or (searched and device != "cpu")
+    uses_host = "host" in config.offload_tiers or (config.searches_tiers and device != "cpu")
     return found | ({"host": [memory_here()]} if uses_host and config.host_memory is None else {})
 
 

@@ -127,7 +127,7 @@ class Config:
         replayed = [bucket.placement.offload_tiers for bucket in self._buckets]
         chosen = {self.target} if self.offload != "none" else set()
         # An accelerator, too, has a host between itself and the disk: whoever bounds its memory means it.
-        if chosen and self.tier is None and self.searches and (self.split or self.host_memory is not None):
+        if self.searches_tiers and (self.split or self.host_memory is not None):
             chosen.add("host")
         return frozenset[Tier]().union(*replayed, chosen) - {"device"}
 
@@ -195,6 +195,11 @@ class Config:
     def searches(self) -> bool:
         """Whether plans are searched under a budget, not made by rule."""
         return self.stage == "auto" or self.offload == "auto" or self.memory is not None
+
+    @property
+    def searches_tiers(self) -> bool:
+        """Whether a search chooses the tiers of what leaves the device."""
+        return self.searches and self.offload != "none" and self.tier is None
 
     def refuse_device(self, device: str) -> None:
         """Refuse a model on ``device``, a type of torch's, with which the arguments do not go together.

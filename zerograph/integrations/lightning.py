@@ -194,12 +194,13 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
     def setup(self, trainer: Any) -> None:
         """As other strategies: the model goes to its device, is sharded, and optimizers are made."""
         assert self.accelerator is not None
-        averages = (StochasticWeightAveraging, WeightAveraging)
-        for callback in (callback for callback in trainer.callbacks if isinstance(callback, averages)):
-            raise UnsupportedError(
-                f"{type(callback).__name__} copies the model while it is plain, and cannot average sharded parameters",
-                "update a torch.optim.swa_utils.AveragedModel in a callback of your own (docs/guide/parameters.md)",
-            )
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise UnsupportedError(
+                    f"{type(callback).__name__} copies the model while it is plain, and cannot average sharded "
+                    "parameters",
+                    "update a torch.optim.swa_utils.AveragedModel in a callback of your own (docs/guide/parameters.md)",
+                )
         self.accelerator.setup(trainer)
         self.model: nn.Module = self.precision_plugin.convert_module(self.model)
         self.model_to_device()

@@ -135,6 +135,10 @@ class ShardedModule:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
+        self._zg_share_mesh()
+
+    def _zg_share_mesh(self) -> None:
+        """A copy's parameters lie on the mesh of the others, not on a copy of it."""
         for name in self._zg_specs:
             move_to_one_mesh(self._parameters[name])  # type: ignore[attr-defined]
 
@@ -151,8 +155,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         self.__class__ = cls
     if type(copied) is base and copied.__dict__.get("_zg_specs") == self.__dict__.get("_zg_specs"):
         copied.__class__ = cls
-        for name in copied._zg_specs:
-            move_to_one_mesh(copied._parameters[name])
+        copied._zg_share_mesh()
     return copied
 
 
