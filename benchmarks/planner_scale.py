@@ -83,8 +83,8 @@ def measure(layers: int, hidden: int, world: int, repeat_layers: bool) -> Cost:
     from zerograph.core.machine import machine_named
     from zerograph.dryrun.compile_only import compile_only
     from zerograph.dryrun.forecast import forecast_file
-    from zerograph.planner import plan_step
     from zerograph.planner.estimate.estimate import RESERVE
+    from zerograph.planner.programs.rules import plan_step
     from zerograph.planner.search.constraints import Constraints
     from zerograph.planner.search.search import Search
 

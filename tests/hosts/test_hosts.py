@@ -25,7 +25,7 @@ from zerograph.compiler import frame_plan
 from zerograph.core.errors import RankError, ZeroGraphError
 from zerograph.core.machine import Machine
 from zerograph.core.plan import Plan
-from zerograph.planner import plan_step
+from zerograph.planner.programs.rules import plan_step
 
 ROWS, STEPS, CUT_STEPS = 4, 3, 40
 WINDOWS = 3

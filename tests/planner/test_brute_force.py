@@ -18,9 +18,9 @@ from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.step import Step
-from zerograph.planner import plan_step
 from zerograph.planner.profile.regions import profile
 from zerograph.planner.programs.coarse import coarse_programs
+from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search

@@ -33,14 +33,13 @@ from zerograph.planner.estimate.strategy import Activations, Strategy, placement
 from zerograph.planner.estimate.training import Training
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.explain.plan_file import file_from_search
-from zerograph.planner.profile.offloaded import offloaded
+from zerograph.planner.profile.liveness import offloaded
 from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
-from zerograph.planner.programs.open_placements import PLACEMENTS
 from zerograph.planner.programs.placement import Shards, bucket_parts
 from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.programs.schedule import Scheduler
-from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.constraints import PLACEMENTS, Constraints
 from zerograph.planner.search.search import Search
 from zerograph.sim.costs import TierBytes
 from zerograph.sim.rates import Rates

@@ -14,7 +14,7 @@ from zerograph.core.errors import InvariantError
 from zerograph.core.instructions import Compute, Free, Gather, Instruction, Move, Reduce, WaitGather
 from zerograph.core.program import Program
 from zerograph.planner.programs.coarse import coarse_programs
-from zerograph.planner.programs.open_placements import PLACEMENTS
+from zerograph.planner.search.constraints import PLACEMENTS
 from zerograph.sim.check import check_programs, require_programs
 
 

@@ -27,7 +27,7 @@ from zerograph.core.machine import Machine
 from zerograph.core.plan import Placement, Plan
 from zerograph.core.program import Program
 from zerograph.planner.programs.coarse import coarse_programs
-from zerograph.planner.programs.open_placements import PLACEMENTS
+from zerograph.planner.search.constraints import PLACEMENTS
 from zerograph.sim.check import CHECKS, check_programs
 
 STEP = step_of([Layer(rows=MIB, stream=MIB)] * 2)

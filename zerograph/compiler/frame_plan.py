@@ -31,18 +31,18 @@ from zerograph.core.param_bytes import shard_bytes, state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS, Placement, Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
-from zerograph.planner import plan_step, refuse_world_size, replay
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.check import require_plan
 from zerograph.planner.explain.infeasible import infeasible
-from zerograph.planner.explain.replay import refuse_hosts, restricted_to_step
+from zerograph.planner.explain.replay import refuse_hosts, refuse_world_size, replay, restricted_to_step
+from zerograph.planner.profile.liveness import offloaded
 from zerograph.planner.profile.loss import in_loss_tiles
-from zerograph.planner.profile.offloaded import offloaded
 from zerograph.planner.profile.tiling import refuse_unknown, tiles_wanted
 from zerograph.planner.profile.token_tiles import in_token_tiles
 from zerograph.planner.programs.placement import Shards, bytes_on
+from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.search.constraints import Constraints
-from zerograph.planner.search.search_within import search_within
+from zerograph.planner.search.search import search_within
 from zerograph.runtime.buffers import dtype_name
 from zerograph.runtime.dtensors import shared_by_us
 

@@ -20,8 +20,7 @@ from zerograph.planner.explain.plan_file import file_from_search
 from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.forecasts import forecast_programs
 from zerograph.planner.programs.micro_batches import seconds_of_passes
-from zerograph.planner.programs.open_placements import open_placements, open_tiers
-from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.constraints import Constraints, open_placements, open_tiers
 from zerograph.sim.rates import Rates
 
 ATTEMPTS = 8

@@ -5,8 +5,3 @@ lowest up: ``profile`` (the step), ``programs`` (coarse ones of it), ``search``,
 and ``explain``. Begin with :mod:`~zerograph.planner.programs.rules`, a plan without a search, then
 :mod:`~zerograph.planner.search.search`, the fastest plan within a budget.
 """
-
-from zerograph.planner.explain.replay import refuse_world_size, replay
-from zerograph.planner.programs.rules import plan_step
-
-__all__ = ["plan_step", "refuse_world_size", "replay"]

@@ -16,8 +16,9 @@ from zerograph.core.errors import ConfigError, InvariantError
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import GivenPlan, Placement, Plan
 from zerograph.core.step import Step
-from zerograph.planner import plan_step, replay
 from zerograph.planner.explain.check import CHECKS, check_plan, require_plan
+from zerograph.planner.explain.replay import replay
+from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 from zerograph.sim.check_step import Wrong

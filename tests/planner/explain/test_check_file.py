@@ -14,7 +14,7 @@ from planner.test_offload import GPU, MIB, file_of, placed, ruled
 
 from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.planner.explain.check_file import CHECKS, check_file
-from zerograph.planner.programs.open_placements import PLACEMENTS
+from zerograph.planner.search.constraints import PLACEMENTS
 from zerograph.sim.check_step import Wrong
 
 STEP = step_of([Layer(rows=MIB, stream=MIB)] * 4)

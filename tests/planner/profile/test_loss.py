@@ -17,9 +17,8 @@ from zerograph.core.layout import Layout
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import OVERLAPS, GivenPlan, Overlap, Placement, Plan
 from zerograph.core.step import Op, Param, Step, Value
-from zerograph.planner import replay
 from zerograph.planner.explain.check import check_plan
-from zerograph.planner.explain.replay import restricted_to_step
+from zerograph.planner.explain.replay import replay, restricted_to_step
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_untiled, with_loss_tiles
 from zerograph.planner.programs.coarse import coarse_programs, snapshot

@@ -13,8 +13,8 @@ from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import machine_named
 from zerograph.core.step import Step
-from zerograph.planner import plan_step
 from zerograph.planner.profile.tiling import refuse_unknown, tiles_wanted
+from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.search.constraints import Constraints
 from zerograph.planner.search.search import Search
 

@@ -14,9 +14,8 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import GivenPlan, Placement, Plan
 from zerograph.core.step import Step, TokenRegion
-from zerograph.planner import replay
 from zerograph.planner.explain.check import check_plan
-from zerograph.planner.explain.replay import restricted_to_step
+from zerograph.planner.explain.replay import replay, restricted_to_step
 from zerograph.planner.profile.regions import profile
 from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, in_token_tiles, tiles_to_try, with_token_tiles
 from zerograph.planner.programs.rules import plan_step

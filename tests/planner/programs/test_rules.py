@@ -13,8 +13,7 @@ from zerograph.core.layout import Layout
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.step import Op, Param, Step
-from zerograph.planner import plan_step
-from zerograph.planner.programs.rules import layer_of_param
+from zerograph.planner.programs.rules import layer_of_param, plan_step
 
 
 def param(name: str, rows: int, dtype: str = "float32") -> Param:

@@ -1,6 +1,6 @@
 """Decisions: every change is a plan that makes sense, and half the way lies between two plans.
 
-Tests ``planner/search/search_space.py`` and ``planner/search/open_decisions.py``.
+Tests ``planner/search/search_space.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.search import decisions
 from zerograph.planner.search.constraints import Constraints
-from zerograph.planner.search.decisions import Decision, by_reward, halfway, in_runs, neighbours, spread
-from zerograph.planner.search.open_decisions import all_decisions
+from zerograph.planner.search.decisions import Decision, all_decisions, by_reward, halfway, in_runs, spread
+from zerograph.planner.search.local_search import neighbours
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import SearchSpace
 

@@ -18,11 +18,9 @@ from zerograph.core.plan import Offload, Overlap, Placement
 from zerograph.core.step import Step
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.programs.forecasts import forecast_plan
-from zerograph.planner.programs.open_placements import open_placements
-from zerograph.planner.search.constraints import Constraints
-from zerograph.planner.search.decisions import first
+from zerograph.planner.search.constraints import Constraints, open_placements
+from zerograph.planner.search.decisions import all_decisions, first
 from zerograph.planner.search.few_layers import by_few_layers
-from zerograph.planner.search.open_decisions import all_decisions
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import SearchSpace
 from zerograph.planner.search.variants import spaces_of, variants_of

@@ -24,7 +24,7 @@ from zerograph.core.slots import SLOT, SLOTS
 from zerograph.core.step import Step
 from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.forecasts import forecast_plan
-from zerograph.planner.search import decisions
+from zerograph.planner.search import decisions, local_search
 from zerograph.planner.search.constraints import EXACT, Constraints
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate, frontier, limits
@@ -91,7 +91,7 @@ def every(search: Search) -> list[Candidate]:
     space = search.spaces[0]
     return [
         space.of(plan)
-        for plan in decisions.every([decisions.residency(space), decisions.recompute_options(space)], space.plan)
+        for plan in local_search.every([decisions.residency(space), decisions.recompute_options(space)], space.plan)
     ]
 
 
@@ -249,7 +249,7 @@ def compare(step: Step, constraints: Constraints, machine: Machine, shares: list
     ]
     if constraints.recompute == "auto":
         several.append(decisions.recompute_options(space))
-    everything = frontier(space.of(plan) for plan in decisions.every(several, space.plan))
+    everything = frontier(space.of(plan) for plan in local_search.every(several, space.plan))
     for budget in budgets(everything, shares):
         best = min((c.seconds for c in everything if c.fits(limits(budget))), default=None)
         found = search.within(budget)

@@ -17,7 +17,7 @@ from zerograph.planner.estimate.preset import Outcome, Preset
 from zerograph.planner.estimate.sizes import ModelSize
 from zerograph.planner.estimate.strategy import Activations, Stage, Strategy, placements
 from zerograph.planner.estimate.training import Training
-from zerograph.planner.programs.open_placements import open_tiers
+from zerograph.planner.search.constraints import open_tiers
 from zerograph.planner.search.search_space import overrun
 
 TILES = (1, 8, 64)

@@ -8,7 +8,7 @@ from typing import Literal
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import OFFLOAD_TIERS, OffloadTier, Tier
 from zerograph.core.plan import OFFLOADS, Offload, Placement, level_at
-from zerograph.planner.programs.open_placements import PLACEMENTS, open_placements
+from zerograph.planner.search.constraints import PLACEMENTS, open_placements
 
 Stage = Literal[0, 1, 2, 3]
 Activations = Literal["keep", "recompute", OffloadTier]

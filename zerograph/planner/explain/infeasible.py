@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from zerograph.core.errors import InfeasibleError
 from zerograph.core.files.planfile import Holding
+from zerograph.core.garbage import without_gc
 from zerograph.core.layout import Layout, split_dimension
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.param_bytes import state_bytes
@@ -20,12 +21,14 @@ from zerograph.core.step import KIND_NAMES, Step
 from zerograph.core.timeline import Peak, Span
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate.shortage import Remedy, ranked
+from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.regions import Profile, Work
 from zerograph.planner.programs.forecasts import forecast_plan
-from zerograph.planner.search.constraints import Constraints, same_variants
-from zerograph.planner.search.search import Search, smallest
+from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.decisions import all_decisions, first
+from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate, limits, overrun
-from zerograph.planner.search.variants import BUCKET_SIZES, Variant
+from zerograph.planner.search.variants import BUCKET_SIZES, Variant, same_variants, spaces_of, variants_of
 
 _PLANNED = " (can be planned, not run yet)"
 
@@ -51,8 +54,20 @@ class Change:
     variants: Sequence[Variant] = ()
 
     def smallest(self, machine: Machine, moments: int) -> list[Candidate]:
-        """Plans of which one overruns the budget the least: a search finds no worse ones."""
-        return smallest(self.step, self.constraints, machine, self.states, moments, self.variants)
+        """Those plans of a search that need the least of each tier, at a small part of its cost: of these one overruns
+        the budget the least."""
+        size = self.constraints.bucket_size
+        # The smallest buckets need the least: fewer bytes are unsharded at a time.
+        constraints = replace(self.constraints, bucket_size=BUCKET_SIZES[0] if size is None else size)
+        with without_gc():
+            return [
+                space.of(plan)
+                for variant in self.variants or variants_of(Graph.of(self.step), constraints, machine)
+                for one in constraints.with_updates(machine)
+                for tiers in [one.tiers(machine)]
+                for space in spaces_of(self.step, one, machine, self.states, moments, variant)
+                for plan in first(space.plan, all_decisions(space, one, one.placements(tiers), tiers), least=True)
+            ]
 
 
 def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> InfeasibleError:

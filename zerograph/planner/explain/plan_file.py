@@ -19,8 +19,8 @@ from zerograph.planner.programs.forecasts import forecast_plan
 from zerograph.planner.programs.micro_batches import seconds_of_passes
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.search.constraints import Constraints
+from zerograph.planner.search.search import search_within
 from zerograph.planner.search.search_space import Candidate
-from zerograph.planner.search.search_within import search_within
 
 UNPROGRAMMED = (
     "what lowering changes: tasks follow the traced step, not a program",

@@ -1,20 +1,31 @@
-"""The arguments of a search that the user fixed, and those with one more fixed."""
+"""The arguments of a search that the user fixed, and the tiers and placements that they leave open."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zerograph.core.config import DEFAULT_PREFETCH, Config, Recompute, TileOption
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import Machine, Tier
-from zerograph.core.plan import OFFLOADS, Offload, Overlap, Update
-from zerograph.planner.programs.open_placements import open_tiers
+from zerograph.core.machine import OFFLOAD_TIERS, Machine, OffloadTier, Tier, is_disk
+from zerograph.core.plan import Offload, Overlap, Placement, Update, level_at
 
 PREFETCHES = (0, DEFAULT_PREFETCH, 2, 4)
 EXACT: tuple[Overlap, ...] = ("none", "forward", "backward")
 """Places of updates that change no number, the one that asks least of the user's loop first."""
+
+
+def _with_states_on(tier: Tier) -> tuple[Placement, ...]:
+    between = (Placement("host", "host", tier),) if is_disk(tier) else ()
+    return Placement("device", "device", tier), Placement("device", tier, tier), *between, Placement(tier, tier, tier)
+
+
+PLACEMENTS: tuple[Placement, ...] = (
+    Placement(),
+    *(placement for tier in OFFLOAD_TIERS for placement in _with_states_on(tier)),
+)
+"""The placements that the search looks at, from near to far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,32 +153,40 @@ class Constraints:
             )
         return run
 
-
-def fixed_once(constraints: Constraints, tiers: Sequence[Tier]) -> Iterator[Constraints]:
-    """``constraints`` with one thing fixed; none where something is."""
-    if (
-        constraints.stage,
-        constraints.prefetch,
-        constraints.recompute,
-        constraints.offload,
-        constraints.tier,
-        constraints.saved,
-    ) == (*("auto", None, "auto", "auto", None, None),):
-        yield from (replace(constraints, prefetch=prefetch) for prefetch in PREFETCHES)
-        yield from (replace(constraints, offload=kind) for kind in OFFLOADS[1:])
-        yield from (replace(constraints, tier=tier) for tier in tiers)
-        yield replace(constraints, recompute="full")
-        yield replace(constraints, stage=3)
+    def placements(self, tiers: Sequence[Tier]) -> tuple[Placement, ...]:
+        """Where shards may be, of which some may go to ``tiers``."""
+        return open_placements(self.offload, tiers, self.sharding)
 
 
-def same_variants(constraints: Constraints, other: Constraints) -> bool:
-    """Whether a step has the same variants (:func:`~zerograph.planner.search.variants.variants_of`) for both."""
-    return _of_variants(constraints) == _of_variants(other)
+def open_tiers(
+    machine: Machine, world_size: int, offload: Offload | Literal["auto"], tier: Tier | None
+) -> tuple[OffloadTier, ...]:
+    """The tiers that something may be offloaded to: those that exist, or the one that was asked for.
+
+    Raises:
+        ConfigError: offloading was asked for, and the machine has no such tier.
+    """
+    if offload == "none":
+        return ()
+    there = tuple(t for t in OFFLOAD_TIERS if machine.capacity(t, world_size))
+    found = there if tier is None else tuple(t for t in there if t == tier)
+    if not found and (offload != "auto" or tier is not None):
+        raise ConfigError(
+            f"{machine.name} has no {tier or ' or '.join(OFFLOAD_TIERS)} memory to offload to",
+            f"it has {' and '.join(there)}" if there else "offload='none', or a machine that has some",
+        )
+    return found
 
 
-def _of_variants(constraints: Constraints) -> tuple[object, ...]:
-    """All that a step's variants are made from."""
-    c = constraints
-    ranks, loss = (c.world_size, c.replicas), (c.tiles, c.tiles_loss, c.loss)
-    tokens = None if c.tokens in (None, 1) else (c.tokens, c.by_sample, c.tiling, c.offload != "none")
-    return (c.recompute, c.bucket_size, *ranks, *loss, tokens)
+def open_placements(offload: Offload | Literal["auto"], tiers: Sequence[Tier], stage: int) -> tuple[Placement, ...]:
+    """Those of :data:`PLACEMENTS` that ``offload`` leaves open on ``tiers`` at ``stage``.
+
+    "auto" leaves all open; "optimizer", "gradients" and "parameters" fix what leaves the device: that and what comes
+    before it, and nothing else.
+    """
+    least = 0 if offload == "auto" else level_at(stage, offload)
+    open_ = [p for p in PLACEMENTS if p.offload_tiers <= set(tiers) and p.least_stage <= stage]
+    if offload in ("none", "auto"):
+        return tuple(open_)
+    # What leaves was given: neither less nor more may.
+    return tuple(p for p in open_ if p.least_stage == least)

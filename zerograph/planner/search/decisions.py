@@ -12,16 +12,22 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any, TypeVar
 
+from zerograph.core.config import DEFAULT_PREFETCH
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Placement, Plan
 from zerograph.planner.programs.placement import STATES_OFFLOADED
+from zerograph.planner.search.constraints import PREFETCHES, Constraints
 from zerograph.planner.search.search_space import Candidate, SearchSpace, variant_of
 
 T = TypeVar("T")
 Item = Any
 """A bucket by its place, a layer or an activation by its name; the empty string for the whole step."""
 Values = dict[Item, Any]
+UNDER_WAY = (1, 2, 3, 4)
+"""Reductions that may be under way at a time."""
+FETCHES = (1, 2, 3, 4)
+"""Layers before its own at which what a layer offloaded may begin to come back."""
 MOST_SINGLE = 32
 """Activations of a step up to which single ones are offloaded: of more, layers are."""
 
@@ -439,17 +445,47 @@ def between(
                 yield space.of(halfway(own, a.plan, b.plan))
 
 
-def every(decisions: Sequence[Decision], plan: Plan) -> Iterator[Plan]:
-    """``plan`` with every choice of every item of ``decisions``."""
-    if not decisions:
-        yield plan
-        return
-    decision, *rest = decisions
-    for values in product(*decision.choices.values()):
-        yield from every(rest, decision.apply(plan, dict(zip(decision.choices, values, strict=True))))
+def staying(space: SearchSpace, constraints: Constraints) -> list[Decision]:
+    """The decisions of plans that leave everything on the device."""
+    profile, rates = space.scheduler.profile, space.scheduler.rates
+    found = []
+    if profile.training and constraints.sharding == 3:
+        found.append(_only(residency(space), "use" if constraints.stage == 3 else None))
+    if profile.training and constraints.recompute in ("auto", "full") and profile.layers:
+        full = constraints.recompute == "full" or (space.plan.token_tiles > 1 and not space.plan.by_sample)
+        found.append(_only(recompute_options(space), 0 if full else None))
+    prefetches = _prefetches(space, constraints)
+    found.append(prefetch(prefetches))
+    if rates.overlaps and prefetches[-1]:
+        found.append(starts(space, prefetches[-1]))
+    if profile.training and rates.overlaps and constraints.ranks > 1:
+        found.append(of_step("reductions", UNDER_WAY))
+    if profile.training and constraints.saved not in (None, "device"):
+        found.append(of_step("fetch_ahead", FETCHES))
+    return found
 
 
-def neighbours(decisions: Iterable[Decision], plan: Plan, groups: int) -> Iterator[Plan]:
-    """``plan`` with one decision changed, for one of so many groups of its items."""
-    for decision in decisions:
-        yield from decision.changes(plan, groups)
+def _only(decision: Decision, choice: object) -> Decision:
+    """``decision`` with one choice, unless that is None."""
+    return decision if choice is None else replace(decision, choices=dict.fromkeys(decision.choices, (choice,)))
+
+
+def all_decisions(
+    space: SearchSpace, constraints: Constraints, open_placements: Sequence[Placement], tiers: Sequence[Tier]
+) -> list[Decision]:
+    """The decisions where something may leave the device, or be tiled."""
+    found = staying(space, constraints)
+    if constraints.tiles:
+        found.append(tiles(space))
+    if tiers and space.scheduler.profile.training:
+        found.append(placements(space, open_placements))
+        if constraints.activations:
+            found += (offloaded_layers(space, tiers), offloaded_activations(space, tiers))
+            found.append(of_step("fetch_ahead", FETCHES))
+    return found
+
+
+def _prefetches(space: SearchSpace, constraints: Constraints) -> tuple[int, ...]:
+    if constraints.prefetch is not None:
+        return (constraints.prefetch,)
+    return PREFETCHES if space.scheduler.profile.training and space.plan.buckets else (DEFAULT_PREFETCH,)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 
-from zerograph.planner.search.decisions import Decision, between, every, first_of, neighbours, spread
+from zerograph.core.plan import Plan
+from zerograph.planner.search.decisions import Decision, between, first_of, spread
 from zerograph.planner.search.peaks import with_lower_peaks
 from zerograph.planner.search.search_space import Candidate, SearchSpace
 
@@ -117,3 +119,19 @@ class LocalSearch:
 
 def _work(spaces: Iterable[SearchSpace]) -> int:
     return sum(space.work for space in spaces)
+
+
+def every(decisions: Sequence[Decision], plan: Plan) -> Iterator[Plan]:
+    """``plan`` with every choice of every item of ``decisions``."""
+    if not decisions:
+        yield plan
+        return
+    decision, *rest = decisions
+    for values in product(*decision.choices.values()):
+        yield from every(rest, decision.apply(plan, dict(zip(decision.choices, values, strict=True))))
+
+
+def neighbours(decisions: Iterable[Decision], plan: Plan, groups: int) -> Iterator[Plan]:
+    """``plan`` with one decision changed, for one of so many groups of its items."""
+    for decision in decisions:
+        yield from decision.changes(plan, groups)

@@ -11,6 +11,8 @@ plan is simulated.
 A local search may miss what it finds with less to change. Where nothing is fixed it therefore also looks as if one
 thing were, so that fixing one never helps; in large steps at fewer things.
 
+The loss, and then layers, are in tiles only where nothing fits a budget without (:func:`search_within`).
+
 No budget enters, so more of one never finds a slower plan. Plans that stay on the device are searched as where nothing
 can leave it, and then the rest from there: another tier never makes a plan slower either. All ranks that are given the
 same step, machine and budget find the same plan.
@@ -29,15 +31,15 @@ from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS
 from zerograph.core.step import Step
 from zerograph.planner.profile.liveness import Graph
-from zerograph.planner.programs.open_placements import open_placements
-from zerograph.planner.search.constraints import PREFETCHES, Constraints, fixed_once, same_variants
-from zerograph.planner.search.decisions import first
+from zerograph.planner.profile.loss import head_of
+from zerograph.planner.profile.token_tiles import regions_of
+from zerograph.planner.search.constraints import PREFETCHES, Constraints
+from zerograph.planner.search.decisions import all_decisions, staying
 from zerograph.planner.search.deep_search import LEAVING, LEAVING_LARGE, DeepSearch, Look
 from zerograph.planner.search.few_layers import by_few_layers
 from zerograph.planner.search.local_search import GROUPS, WORK, LocalSearch
-from zerograph.planner.search.open_decisions import all_decisions, staying
 from zerograph.planner.search.search_space import Candidate, SearchSpace, frontier, limits, overrun, variant_of
-from zerograph.planner.search.variants import BUCKET_SIZES, Variant, spaces_of, variants_of
+from zerograph.planner.search.variants import Variant, same_variants, spaces_of, variants_of
 
 FIXED, FIXED_AWAY = 64, 32
 """Buckets up to which a search looks where one thing is fixed, too: of plans that stay on the device, and of all. It
@@ -94,7 +96,7 @@ class Search:
             self.variants = variants_of(Graph.of(step), constraints, machine) if like is None else like.variants
             self.states = sum(state_bytes(step.params, moments)) if states is None else states
             self.tiers = constraints.tiers(machine)
-            self.placements = open_placements(constraints.offload, self.tiers, constraints.sharding)
+            self.placements = constraints.placements(self.tiers)
             # The first variant has the loss whole, or as it is fixed: what stays on the device is of that one, unless
             # tiles of the loss are all that is open.
             known = [] if like is None else like._every_space
@@ -127,7 +129,7 @@ class Search:
 
     def _deep_search(self, spaces: Sequence[SearchSpace]) -> DeepSearch | None:
         """The search of a step that is too deep for this one, where nothing is fixed."""
-        looks = list(fixed_once(self.constraints, self.tiers))
+        looks = list(_fixed_once(self.constraints, self.tiers))
         leaving = LEAVING
         if looks and len(self.spaces[-1].plan.buckets) > LARGE:
             looks, leaving = [one for one in looks if one.offload == "parameters"], LEAVING_LARGE
@@ -203,7 +205,7 @@ class Search:
 def _look(constraints: Constraints, few: Sequence[SearchSpace], tiers: Sequence[Tier]) -> Look:
     """The decisions that ``constraints`` leave open for plans that stay on the device, and for all."""
     tiers = () if constraints.offload == "none" else tuple(tier for tier in tiers if constraints.tier in (None, tier))
-    placements = open_placements(constraints.offload, tiers, constraints.sharding)
+    placements = constraints.placements(tiers)
     leaves = bool(tiers) or constraints.tiles
     fixed = constraints.loss not in (None, "auto") and constraints.tokens != "auto"
     stay = [space for space in few if variant_of(space.plan) == (1, 1, False) or not leaves or fixed]
@@ -211,25 +213,54 @@ def _look(constraints: Constraints, few: Sequence[SearchSpace], tiers: Sequence[
     return stays, {space: all_decisions(space, constraints, placements, tiers) for space in few if leaves}
 
 
-def smallest(
-    step: Step, constraints: Constraints, machine: Machine, states: int, moments: int, known: Sequence[Variant] = ()
-) -> list[Candidate]:
-    """Those plans of a :class:`Search` that need the least of each tier, at a small part of its cost.
+def _fixed_once(constraints: Constraints, tiers: Sequence[Tier]) -> Iterator[Constraints]:
+    """``constraints`` with one thing fixed; none where something is."""
+    given = (
+        constraints.stage,
+        constraints.prefetch,
+        constraints.recompute,
+        constraints.offload,
+        constraints.tier,
+        constraints.saved,
+    )
+    if given == ("auto", None, "auto", "auto", None, None):
+        yield from (replace(constraints, prefetch=prefetch) for prefetch in PREFETCHES)
+        yield from (replace(constraints, offload=kind) for kind in OFFLOADS[1:])
+        yield from (replace(constraints, tier=tier) for tier in tiers)
+        yield replace(constraints, recompute="full")
+        yield replace(constraints, stage=3)
+
+
+def search_within(
+    step: Step,
+    constraints: Constraints,
+    machine: Machine,
+    budget: int | Mapping[Tier, int],
+    *,
+    states: int | None = None,
+    moments: int = 2,
+) -> tuple[Search, Candidate | None]:
+    """The first search that finds a plan within ``budget``, with that plan; else the widest one, and None.
 
     Args:
-        known: the step's variants, where there are some already.
+        states, moments: as for :class:`Search`.
     """
-    # The smallest buckets need the least: fewer bytes are unsharded at a time.
-    constraints = replace(
-        constraints, bucket_size=BUCKET_SIZES[0] if constraints.bucket_size is None else constraints.bucket_size
-    )
-    with without_gc():
-        return [
-            space.of(plan)
-            for variant in known or variants_of(Graph.of(step), constraints, machine)
-            for one in constraints.with_updates(machine)
-            for tiers in [one.tiers(machine)]
-            for placements in [open_placements(one.offload, tiers, one.sharding)]
-            for space in spaces_of(step, one, machine, states, moments, variant)
-            for plan in first(space.plan, all_decisions(space, one, placements, tiers), least=True)
-        ]
+    for wider in _wider(step, constraints):
+        search = Search(step, wider, machine, states=states, moments=moments)
+        found = search.within(budget)
+        if found is not None:
+            break
+    return search, found
+
+
+def _wider(step: Step, constraints: Constraints) -> Iterator[Constraints]:
+    """``constraints``, and then with more in tiles each time."""
+    yield constraints
+    if constraints.loss is None and head_of(Graph.of(step)) is not None:
+        # Tiles read the head's weight again and again.
+        constraints = replace(constraints, loss="auto")
+        yield constraints
+    tiles = constraints.recompute in ("auto", "full") or regions_of(step, by_sample=True)
+    if constraints.tokens is None and step.token_regions and tiles:
+        # They round sums over tokens otherwise than a step in one piece, and of tokens recompute all layers.
+        yield replace(constraints, tokens="auto")

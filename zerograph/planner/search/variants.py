@@ -74,6 +74,19 @@ def variants_of(graph: Graph, constraints: Constraints, machine: Machine) -> lis
     return found
 
 
+def same_variants(constraints: Constraints, other: Constraints) -> bool:
+    """Whether a step has the same variants (:func:`variants_of`) for both."""
+    return _of_variants(constraints) == _of_variants(other)
+
+
+def _of_variants(constraints: Constraints) -> tuple[object, ...]:
+    """All that a step's variants are made from."""
+    c = constraints
+    ranks, loss = (c.world_size, c.replicas), (c.tiles, c.tiles_loss, c.loss)
+    tokens = None if c.tokens in (None, 1) else (c.tokens, c.by_sample, c.tiling, c.offload != "none")
+    return (c.recompute, c.bucket_size, *ranks, *loss, tokens)
+
+
 def _loss_tiles(constraints: Constraints, head: Head) -> tuple[int, ...]:
     if isinstance(constraints.loss, int):
         return (constraints.loss,)
