@@ -8,7 +8,7 @@ from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from zerograph.sharding.optimizer_states import early_states, share, share_states
+from zerograph.sharding.optimizer_states import early_states, share
 
 
 def stepped(*params: nn.Parameter, kind: type = torch.optim.Adam) -> torch.optim.Optimizer:
@@ -51,20 +51,19 @@ def test_two_optimizers_of_one_class_are_distinguished() -> None:
 
 def _shared() -> None:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
-    assert dist.group.WORLD is not None
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn):
         value = torch.tensor([rank, 1 - rank, 1.0]).to(dtype)
-        share(value, dist.group.WORLD)
+        share([value], mesh)
         assert torch.equal(value.float(), torch.tensor([0.0, 1.0, 1.0])), dtype
     turned = torch.full((2, 3), float(rank)).t()
-    share(turned, dist.group.WORLD)
+    share([turned], mesh)
     assert not turned.any() and not turned.is_contiguous()
     base = torch.full((1, 3), float(rank))
-    share(base.expand(4, 3), dist.group.WORLD)
+    share([base.expand(4, 3)], mesh)
     assert not base.any(), "what is shown several times is written once"
-    share(torch.empty(0, 3), dist.group.WORLD)
+    share([torch.empty(0, 3)], mesh)
     states = {"tensor": torch.full((2,), float(rank)), "number": 3, "meta": torch.empty(2, device="meta")}
-    share_states(states, mesh)
+    share(states.values(), mesh)
     assert torch.equal(states["tensor"], torch.zeros(2))
 
 
@@ -74,5 +73,5 @@ def test_the_values_of_rank_0_on_every_rank() -> None:
 
 def test_one_rank_shares_with_nobody() -> None:
     states = {"w": torch.ones(2)}
-    share_states(states, None)
+    share(states.values(), None)
     assert torch.equal(states["w"], torch.ones(2))

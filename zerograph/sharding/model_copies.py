@@ -16,9 +16,9 @@ from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.runtime.torch_private import local_tensor, placed_as
 from zerograph.sharding.adopt import replace_everywhere
 from zerograph.sharding.module_classes import generate_classes, present
-from zerograph.sharding.parametrization import convert_state, distribute, spec_of, unique
+from zerograph.sharding.parametrization import convert_state, distribute, unique
 from zerograph.sharding.ranks import Ranks
-from zerograph.sharding.spec import ShardSpec
+from zerograph.sharding.spec import ShardSpec, spec_of
 from zerograph.sharding.torch_private import original
 
 

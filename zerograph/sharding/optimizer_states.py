@@ -42,17 +42,17 @@ def _described(value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, float)) else type(value).__name__
 
 
-def share_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
-    """Rank 0's values into the tensors of all ranks, which have compared the keys. Collective."""
+def share(tensors: Iterable[Any], mesh: DeviceMesh | None) -> None:
+    """Rank 0's values into the ``tensors`` of all ranks, which have them in one order; what is none, or has no values,
+    is left alone. Collective."""
     if mesh is None:
         return
-    for value in states.values():
-        if isinstance(value, Tensor) and not value.is_meta:
-            share(local_tensor(value), axes_of(mesh).everyone)
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and not tensor.is_meta:
+            _share(local_tensor(tensor), axes_of(mesh).everyone)
 
 
-def share(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Rank 0's values into ``tensor`` on all ranks. Collective."""
+def _share(tensor: Tensor, group: dist.ProcessGroup) -> None:
     if not tensor.numel():
         return
     # Of what expand() shows several times, once.

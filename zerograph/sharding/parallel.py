@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from zerograph.core.errors import UnsupportedError
 from zerograph.core.layout import is_divided
 from zerograph.runtime.dtensors import is_sharded
-from zerograph.runtime.joined import joined, other_axis
+from zerograph.runtime.joined import joined, other_axis, our_axes
 from zerograph.runtime.torch_private import as_dtensor, concatenated, is_registered, local_tensor, strided_shard
 
 
@@ -58,6 +58,11 @@ class Parallel(NamedTuple):
         return DTensor.from_local(
             part, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
+
+    @property
+    def ours(self) -> DeviceMesh:
+        """Our axes alone: the ranks that share this rank's part, or have the same experts."""
+        return our_axes(self.both)
 
     @property
     def splits_rows(self) -> bool:
@@ -110,6 +115,28 @@ def mesh_with_experts(params: Iterable[Tensor], mesh: DeviceMesh) -> DeviceMesh 
         'make mesh = init_device_mesh(device, (ranks // n, n), mesh_dim_names=("dp", "ep")) of all ranks that train, '
         'divide the experts over mesh["ep"], and leave mesh= of zerograph.backend out',
     )
+
+
+def parallels_of(
+    named: Mapping[str, Tensor], mesh: DeviceMesh | None, on_experts: DeviceMesh | None
+) -> dict[str, Parallel]:
+    """Of those of ``named`` that lie on another axis than ours, ``mesh``, too, how they do.
+
+    Args:
+        on_experts: our axes and that of experts, if the backend knows one.
+    """
+    experts = {name: param for name, param in named.items() if is_expert(param)}
+    if on_experts is None and experts:
+        raise UnsupportedError(
+            f"parameter {next(iter(experts))} has experts that ranks divide, and this backend has known none",
+            "give this model a backend of its own, on several ranks",
+        )
+    both = on_experts if experts else mesh_of_both(named, mesh)
+    if experts and mesh_of_both({n: p for n, p in named.items() if n not in experts}, mesh) is not None:
+        raise UnsupportedError(
+            "the model has experts that ranks divide, and DTensors of another axis", "one of the two; others stay plain"
+        )
+    return {n: parallel_of(p, both) for n, p in (experts or named).items()} if both is not None else {}
 
 
 def _before(axis: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zerograph.core.config import Config
-from zerograph.core.errors import UnsupportedError
-from zerograph.core.layout import split_dimension
 from zerograph.core.machine import Tier
 from zerograph.core.units import format_bytes
-from zerograph.runtime.comm.axes import axes_of, axes_of_experts
+from zerograph.runtime.comm.axes import axes_of
 from zerograph.runtime.dtensors import placements_of, shard_ranks
 from zerograph.runtime.executor.uncompiled import UncompiledReads
-from zerograph.runtime.joined import our_axes
 from zerograph.runtime.offload.host import HostMemory
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import modules_holding, replace_everywhere
 from zerograph.sharding.forward import count_running_call
 from zerograph.sharding.host_parameters import moved, outward_tier, placement_by_name
 from zerograph.sharding.module_classes import class_of, generate_classes, own_modules, present
-from zerograph.sharding.optimizer_states import early_states, share, share_states
-from zerograph.sharding.parallel import (
-    Parallel,
-    is_expert,
-    mesh_of_both,
-    parallel_of,
-    placed_on_both,
-    shared_part,
-    splits_evenly,
-)
+from zerograph.sharding.optimizer_states import early_states, share
+from zerograph.sharding.parallel import Parallel, parallels_of, placed_on_both, shared_part
 from zerograph.sharding.ranks import Ranks
 from zerograph.sharding.shards import as_shard, local_rows
-from zerograph.sharding.spec import ShardSpec, default_reduce_dtype
+from zerograph.sharding.spec import ShardSpec, spec_of
 from zerograph.sharding.torch_private import share_hooks
 from zerograph.sharding.unsupported_modules import refuse_modules
 
@@ -56,9 +43,9 @@ def shard_parameters(
     config: Config,
     ranks: Ranks,
     objects: Sequence[Any],
-    taken: Container[str] = (),
-    reads: UncompiledReads | None = None,
-    everything: Callable[[], list[Any]] = gc.get_objects,
+    taken: Container[str],
+    reads: UncompiledReads | None,
+    everything: Callable[[], list[Any]],
 ) -> dict[str, nn.Parameter]:
     """Shard every parameter of ``roots``, in place; returns the outward ones by name.
 
@@ -68,6 +55,7 @@ def shard_parameters(
 
     Args:
         objects: all modules and optimizers of the process.
+        taken: names that parameters of other models have.
         reads: how code reads them that is not compiled; None in one process.
         everything: returns the objects among which optimizers and lists are looked for.
 
@@ -76,11 +64,11 @@ def shard_parameters(
     """
     mesh = ranks.mesh
     refuse_modules(roots, several_ranks=mesh is not None)
-    named, places = _owned(roots, taken)
+    named, places = _owned(roots, taken, objects)
     # Everything that may be refused comes before the first change: a model is sharded wholly or not at all.
     _make_classes(roots, places)
-    parallel = _parallel(named, ranks)
-    over = {name: _shared_over(parallel.get(name), mesh) for name in named}
+    parallel = parallels_of(named, mesh, ranks.experts)
+    over = {name: parallel[name].ours if name in parallel else mesh for name in named}
     specs = {name: spec_of(param, name, config, mesh, parallel.get(name)) for name, param in named.items()}
     tiers: dict[str, Tier] = dict.fromkeys(named, "device")
     if ranks.host is not None:
@@ -97,40 +85,15 @@ def shard_parameters(
     }
     # Before optimizers get the new parameters: then their states are split like these, which must be rank 0's by now.
     for own in dict.fromkeys(over.values()):
-        share_states(early_states({n: p for n, p in named.items() if over[n] == own}, objects), own)
-    for module in modules_holding(named.values(), objects):
-        for attribute, param in module._parameters.items():
-            if id(param) in places and (module, attribute) not in places[id(param)]:
-                places[id(param)].append((module, attribute))
+        share(early_states({n: p for n, p in named.items() if over[n] == own}, objects).values(), own)
+    share(dict.fromkeys(buffer for root in roots for buffer in root.buffers()), mesh)
     for name, param in named.items():
         for module, attribute in places[id(param)]:
             present(module, attribute, new[name], specs[name], parallel.get(name))
     generate_classes(roots, reads)
     count_running_call(own_modules(roots))
     replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, convert_state, everything)
-    _share_buffers(roots, mesh)
     return new
-
-
-def _parallel(named: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Parallel]:
-    """Of those of ``named`` that lie on another axis than ours too, how they do."""
-    experts = {name: param for name, param in named.items() if is_expert(param)}
-    if ranks.experts is None and experts:
-        raise UnsupportedError(
-            f"parameter {next(iter(experts))} has experts that ranks divide, and this backend has known none",
-            "give this model a backend of its own, on several ranks",
-        )
-    both = ranks.experts if experts else mesh_of_both(named, ranks.mesh)
-    if experts and mesh_of_both({n: p for n, p in named.items() if n not in experts}, ranks.mesh) is not None:
-        raise UnsupportedError(
-            "the model has experts that ranks divide, and DTensors of another axis", "one of the two; others stay plain"
-        )
-    return {n: parallel_of(p, both) for n, p in (experts or named).items()} if both is not None else {}
-
-
-def _shared_over(parallel: Parallel | None, mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The ranks that share a parameter: all of ``mesh``, but for those that have other experts."""
-    return our_axes(parallel.both) if parallel is not None else mesh
 
 
 def _warn_of_few_rows(
@@ -148,8 +111,11 @@ def _warn_of_few_rows(
         )  # fmt: skip
 
 
-def _owned(roots: Sequence[nn.Module], taken: Container[str]) -> tuple[dict[str, nn.Parameter], dict[int, Places]]:
-    """The parameters of ``roots`` that are not sharded yet, by unique name, and where each lives."""
+def _owned(
+    roots: Sequence[nn.Module], taken: Container[str], objects: Sequence[Any]
+) -> tuple[dict[str, nn.Parameter], dict[int, Places]]:
+    """The parameters of ``roots`` that are not sharded yet, by unique name, and where each lives, in modules of
+    ``objects`` too."""
     named: dict[str, nn.Parameter] = {}
     places: dict[int, Places] = {}
     for root in roots:
@@ -162,6 +128,10 @@ def _owned(roots: Sequence[nn.Module], taken: Container[str]) -> tuple[dict[str,
                     named[unique(name, named, taken)] = param
                 if (module, attribute) not in places.setdefault(id(param), []):
                     places[id(param)].append((module, attribute))
+    for module in modules_holding(named.values(), objects):
+        for attribute, param in module._parameters.items():
+            if id(param) in places and (module, attribute) not in places[id(param)]:
+                places[id(param)].append((module, attribute))
     return named, places
 
 
@@ -180,11 +150,11 @@ def other_names(roots: Sequence[nn.Module], params: Mapping[str, nn.Parameter]) 
 
 def _make_classes(roots: Sequence[nn.Module], places: Mapping[int, Places]) -> None:
     """Generate every class that will be needed, while an error changes nothing yet."""
-    names = {module: set(module.__dict__.get("_zg_specs", ())) for module in own_modules(roots)}
+    names = {module: set[str]() for module in own_modules(roots)}
     for module, attribute in (place for where in places.values() for place in where):
-        names[module].add(attribute)
+        names.setdefault(module, set()).add(attribute)
     for module, attributes in names.items():
-        class_of(module, attributes)
+        class_of(module, attributes.union(module.__dict__.get("_zg_specs", ())))
 
 
 def unique(name: str, *used: Container[str]) -> str:
@@ -202,7 +172,8 @@ def _new_parameter(
         value = moved(value, tier, ranks.host)
     new = nn.Parameter(value, requires_grad=param.requires_grad)
     if param.grad is not None:
-        new.grad = _convert_grad(param.grad, new, _shared_over(parallel, ranks.mesh), ranks.size * ranks.replicas)
+        own = ranks.mesh if parallel is None else parallel.ours
+        new.grad = _convert_grad(param.grad, new, own, ranks.size * ranks.replicas)
     _take_marks(new, param)
     return new
 
@@ -261,70 +232,12 @@ def convert_state(value: Any, param: nn.Parameter) -> Any:
     return as_shard(value, param) if isinstance(param, DTensor) else value.to(param.device)
 
 
-def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
-    """Start all ranks from rank 0's buffers, as DistributedDataParallel does."""
-    if mesh is None:
-        return
-    group = axes_of(mesh).everyone
-    for buffer in dict.fromkeys(b for root in roots for b in root.buffers()):
-        if not buffer.is_meta:
-            share(local_tensor(buffer), group)
-
-
-def spec_of(
-    param: Tensor, name: str, config: Config, mesh: DeviceMesh | None, parallel: Parallel | None = None
-) -> ShardSpec:
-    """How ``param`` is sharded under ``config``; checks that it can be trained.
-
-    Raises:
-        UnsupportedError: complex or sparse parameters, or one that is sharded already by something else.
-    """
-    if isinstance(param, DTensor) and parallel is None:
-        raise UnsupportedError(
-            f"parameter {name} is a DTensor already ({param.placements})",
-            "give ZeroGraph the plain model; FSDP, tensor-parallel or already sharded ones are not supported",
-        )
-    if param.is_complex() or param.layout != torch.strided:
-        kind = "complex" if param.is_complex() else str(param.layout)
-        raise UnsupportedError(
-            f"parameter {name} is {kind}, which ZeroGraph cannot shard",
-            "store its real and imaginary parts as two real parameters, or make it dense",
-        )
-    floating = param.is_floating_point()
-    dtype = config.dtype if floating else None
-    reduce_dtype = config.reduce_dtype if floating else None
-    computes = dtype or param.dtype
-    reduces = reduce_dtype or default_reduce_dtype(computes)
-    own = _shared_over(parallel, mesh)
-    world = shard_ranks(own) if own is not None else 1
-    alone = mesh is None or (is_expert(param) and world == 1)
-    # One rank gathers what lives off the device from there.
-    splits = config.sharding > 0 and (not alone or config.offloads)
-    dim = _dimension(param, parallel, world) if splits else None
-    axes = axes_of(mesh) if mesh is not None else None
-    if axes is not None and parallel is not None and is_expert(param):
-        axes = axes_of_experts(axes, our_axes(parallel.both).get_group(), parallel.mesh.size())
-    group = axes.name if axes is not None else ""
-    spec = ShardSpec(name, group, computes, reduces, dim is not None, dim=dim or 0)
-    return spec._replace(follows=dtype is None, keeps_reduce_dtype=reduce_dtype is not None)
-
-
-def _dimension(param: Tensor, parallel: Parallel | None, ranks: int) -> int | None:
-    """Along which ``ranks`` split it; None where each has the whole."""
-    if parallel is None:
-        return split_dimension(param.shape, ranks)
-    if splits_evenly(parallel, ranks):
-        return 0
-    return split_dimension(parallel.part, ranks, by_rows=False) if is_expert(param) else None
-
-
 def distribute(
     value: Tensor, spec: ShardSpec, mesh: DeviceMesh | None, stage: int = 3, parallel: Parallel | None = None
 ) -> Tensor:
     """``value`` as the outward parameter, with rank 0's values: a DTensor; plain at stage 0 and on a lone rank."""
     if parallel is not None:
-        own = _shared_over(parallel, mesh)
-        return placed_on_both(distribute(shared_part(value, parallel), spec, own), parallel)
+        return placed_on_both(distribute(shared_part(value, parallel), spec, parallel.ours), parallel)
     value = value.detach().contiguous()
     if mesh is None:
         return value

@@ -6,11 +6,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from zerograph.core.layout import folded
+from zerograph.core.config import Config
+from zerograph.core.errors import UnsupportedError
+from zerograph.core.layout import folded, split_dimension
 from zerograph.core.plan import Param
-from zerograph.runtime.comm.axes import experts_on, param_on
-from zerograph.sharding.parallel import Parallel
+from zerograph.runtime.comm.axes import axes_of, axes_of_experts, experts_on, param_on
+from zerograph.runtime.dtensors import shard_ranks
+from zerograph.sharding.parallel import Parallel, is_expert, splits_evenly
 
 
 class ShardSpec(NamedTuple):
@@ -55,6 +60,53 @@ class ShardSpec(NamedTuple):
         """That of the same parameter in another compute dtype."""
         reduce_dtype = self.reduce_dtype if self.keeps_reduce_dtype else default_reduce_dtype(dtype)
         return self._replace(dtype=dtype, reduce_dtype=reduce_dtype)
+
+
+def spec_of(
+    param: Tensor, name: str, config: Config, mesh: DeviceMesh | None, parallel: Parallel | None = None
+) -> ShardSpec:
+    """How ``param`` is sharded under ``config``; checks that it can be trained.
+
+    Raises:
+        UnsupportedError: complex or sparse parameters, or one that is sharded already by something else.
+    """
+    if isinstance(param, DTensor) and parallel is None:
+        raise UnsupportedError(
+            f"parameter {name} is a DTensor already ({param.placements})",
+            "give ZeroGraph the plain model; FSDP, tensor-parallel or already sharded ones are not supported",
+        )
+    if param.is_complex() or param.layout != torch.strided:
+        kind = "complex" if param.is_complex() else str(param.layout)
+        raise UnsupportedError(
+            f"parameter {name} is {kind}, which ZeroGraph cannot shard",
+            "store its real and imaginary parts as two real parameters, or make it dense",
+        )
+    floating = param.is_floating_point()
+    dtype = config.dtype if floating else None
+    reduce_dtype = config.reduce_dtype if floating else None
+    computes = dtype or param.dtype
+    reduces = reduce_dtype or default_reduce_dtype(computes)
+    own = mesh if parallel is None else parallel.ours
+    world = shard_ranks(own) if own is not None else 1
+    alone = mesh is None or (is_expert(param) and world == 1)
+    # One rank gathers what lives off the device from there.
+    splits = config.sharding > 0 and (not alone or config.offloads)
+    dim = _dimension(param, parallel, world) if splits else None
+    axes = axes_of(mesh) if mesh is not None else None
+    if axes is not None and parallel is not None and is_expert(param):
+        axes = axes_of_experts(axes, parallel.ours.get_group(), parallel.mesh.size())
+    group = axes.name if axes is not None else ""
+    spec = ShardSpec(name, group, computes, reduces, dim is not None, dim=dim or 0)
+    return spec._replace(follows=dtype is None, keeps_reduce_dtype=reduce_dtype is not None)
+
+
+def _dimension(param: Tensor, parallel: Parallel | None, ranks: int) -> int | None:
+    """Along which ``ranks`` split it; None where each has the whole."""
+    if parallel is None:
+        return split_dimension(param.shape, ranks)
+    if splits_evenly(parallel, ranks):
+        return 0
+    return split_dimension(parallel.part, ranks, by_rows=False) if is_expert(param) else None
 
 
 def default_reduce_dtype(dtype: torch.dtype) -> torch.dtype:
