@@ -94,6 +94,9 @@ def _fabric(path: str) -> dict[str, Any]:
                 CheckpointError, match="is a folder, and save_distributed_checkpoint=False writes one file"
             ):
                 ours.fabric.save(f"{path}/folder", state)
+            Path(f"{path}/no folder").touch()
+            with pytest.raises(CheckpointError, match=r"NotADirectoryError|FileExistsError"):
+                ours.fabric.save(f"{path}/no folder/file", state)
             text = generated(ours.plain.eval())
             ours.plain.train()
         elif stage is None:

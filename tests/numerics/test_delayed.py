@@ -19,7 +19,13 @@ from numerics.compare import full
 from numerics.test_offload import BEHIND, HOST, OFF, Net, Run, _same
 from ranks import run
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -317,6 +323,35 @@ def _goes_on(warmup: int, before: int) -> None:
 @pytest.mark.parametrize(("warmup", "before"), [(0, 3), (4, 2)])
 def test_a_run_goes_on_from_a_checkpoint(warmup: int, before: int) -> None:
     run(2, _goes_on, warmup, before)
+
+
+def _rolls_back() -> None:
+    """Of whole values from rank 0, which torch writes into parameters itself, while an update runs."""
+    training = Run(partial(adamw, delayed=True), **HOST, stage=3)
+    whole = StateDictOptions(full_state_dict=True)
+    training.steps(2)
+    good = copy.deepcopy(get_model_state_dict(training.model, options=whole))
+    before = dict(good)  # the dictionary that is loaded gets shards
+    opened, update = threading.Event(), host._update_arrived
+
+    def waits(*args: Any) -> None:
+        assert opened.wait(60)
+        update(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_update_arrived", waits)
+        training.steps(1)
+        threading.Timer(0.3, opened.set).start()
+        set_model_state_dict(
+            training.model, good, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        )
+    for name, value in get_model_state_dict(training.model, options=whole).items():
+        assert torch.equal(value, before[name]), name
+    training.steps(2)
+
+
+def test_a_checkpoint_that_one_rank_has_read_is_loaded_behind_an_update() -> None:
+    run(2, _rolls_back)
 
 
 def _looks(training: Run, look: Callable[[Run], Any]) -> None:

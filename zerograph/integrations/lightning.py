@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
@@ -40,6 +41,7 @@ from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.core.units import is_number
 from zerograph.integrations.models import compile_call, held_back, require_parallel
 from zerograph.sharding.module_classes import plain_class
+from zerograph.sharding.shards import agree
 
 State = dict[str, Any]
 """The content of a checkpoint: modules, optimizers and anything else, by name."""
@@ -152,9 +154,8 @@ class ZeroGraphFabricStrategy(_DataParallel, FabricModelParallel):  # type: igno
         rest = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items() if k not in tensors}
         if as_folder:
             dcp.save(tensors, checkpoint_id=path)
-        if self.global_rank == 0:
-            torch.save(*((rest, path / _METADATA_FILENAME) if as_folder else (tensors | rest, path)))
-        self.barrier()
+        whole = (rest, path / _METADATA_FILENAME) if as_folder else (tensors | rest, path)
+        agree(dist.group.WORLD, lambda: _save(*whole), CheckpointError, first=True)
 
     def load_checkpoint(
         self,
@@ -276,6 +277,17 @@ def _compile(module: nn.Module, backend: Backend) -> None:
         for child in module.children():
             if any(True for _ in child.parameters()):
                 _compile(child, backend)
+
+
+def _save(content: State, path: Path) -> None:
+    """``torch.save``, by which a file that is there is replaced when all is written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        torch.save(content, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _with_tensors(state: State) -> list[str]:

@@ -371,6 +371,18 @@ def files_written(writer: FileSystemWriter, results: Sequence[Sequence[WriteResu
     return [Path(writer.path) / name for name in names]
 
 
+def metadata_file(writer: FileSystemWriter) -> Path | None:
+    """The file by which a checkpoint is found; None where it is no file of a host.
+
+    Names as in :func:`files_written`. Without collectives each rank has one of its own. Seen in 2.11, 2.13.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    if not isinstance(writer.fs, FileSystem):
+        return None
+    return Path(writer._get_metadata_path(None if writer.use_collectives else writer.rank))
+
+
 def handle_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Have DTensor call ``handler`` for ``op``, with it and its arguments; idempotent.
 

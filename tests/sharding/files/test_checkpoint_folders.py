@@ -1,10 +1,13 @@
-"""Checkpoints on hosts that share no folder: each rank saves to a folder of its own, as one path is there."""
+"""Checkpoints on hosts that share no folder: each rank saves to a folder of its own, as one path is there; and what an
+interrupted save leaves of an older one."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run, warned
@@ -43,3 +46,30 @@ def test_files_that_are_on_other_hosts_are_reported_at_each_save(tmp_path: Path)
 def test_a_folder_that_is_shared_is_not_reported(tmp_path: Path) -> None:
     for how in ("save", "async_save", "safetensors"):
         assert run(2, _saved, [str(tmp_path / how)], how) == [[], []]
+
+
+class _Interrupted(dcp.FileSystemWriter):
+    """Ends as rank 1 does that is killed when rank 0 has written."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        written = super().write_data(plan, planner)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise OSError("no room")
+        return written
+
+
+def _saved_over(path: str) -> list[bool]:
+    model = nn.Linear(4, 4)
+    zerograph.shard(model, zerograph.backend())
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    found = [Path(path, ".metadata").exists()]
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.save(model.state_dict(), storage_writer=_Interrupted(path))
+    found.append(Path(path, ".metadata").exists())
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    return [*found, Path(path, ".metadata").exists()]
+
+
+def test_an_interrupted_save_over_an_older_one_leaves_nothing_that_loads(tmp_path: Path) -> None:
+    assert run(2, _saved_over, str(tmp_path)) == [[True, False, True]] * 2

@@ -1,7 +1,8 @@
-"""Checkpoints of ``torch.distributed.checkpoint`` on hosts that share no folder: a warning when one is saved.
+"""Checkpoints of ``torch.distributed.checkpoint``: what is done when one is saved or loaded.
 
 Every rank writes its shards to one path. Where that is another folder on each host, nothing fails until the checkpoint
-is loaded, and then other hosts' shards are missing on all.
+is loaded, and then other hosts' shards are missing on all: the rank that writes the metadata warns. Where it holds an
+older checkpoint, ranks write over its shards one by one: its metadata goes first, as a mix of both would load.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from zerograph.sharding.torch_private import before, files_written
+from torch import nn
+
+from zerograph.runtime import delayed
+from zerograph.sharding.torch_private import before, files_written, metadata_file
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemWriter
@@ -19,11 +23,25 @@ log = logging.getLogger(__name__)
 
 
 def watch_checkpoints() -> None:
-    """From now on look, when all ranks have written, whether all files are there. Idempotent; for the process."""
+    """From now on do so. Idempotent; for the process."""
     from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter  # late: it takes 0.1 s
+    from torch.distributed.checkpoint import state_dict as whole_models
 
     for writer in (FileSystemWriter, HuggingFaceStorageWriter):
         before(writer, "finish", _tell_what_is_elsewhere)
+    before(FileSystemWriter, "prepare_global_plan", _drop_old_metadata)
+    before(whole_models, "_load_model_state_dict", _settle)
+
+
+def _drop_old_metadata(writer: FileSystemWriter, plans: Any) -> None:
+    """On the rank that plans, before any writes."""
+    if (path := metadata_file(writer)) is not None:
+        path.unlink(missing_ok=True)
+
+
+def _settle(model: nn.Module, *_: Any) -> None:
+    """Of a whole checkpoint that one rank has read, values are written into parameters before their modules load."""
+    delayed.settle(model.parameters())
 
 
 def _tell_what_is_elsewhere(writer: FileSystemWriter, metadata: Any, results: Any) -> None:
