@@ -51,6 +51,17 @@ def with_buffer(values: Tensor) -> nn.Module:
     return model
 
 
+OUTSIDE: list[nn.Module] = []
+
+
+def tied_to_a_sealed_one() -> nn.Module:
+    """A model whose second weight a module holds that is no part of it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    OUTSIDE[:] = [Sealed(4, 4)]
+    OUTSIDE[0].weight = model[1].weight
+    return model
+
+
 def sharing(parts: Callable[[Tensor], tuple[Tensor, ...]]) -> nn.Module:
     """Two layers whose weights are parts of one tensor."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -62,6 +73,7 @@ def sharing(parts: Callable[[Tensor], tuple[Tensor, ...]]) -> nn.Module:
 def made(which: str) -> nn.Module:
     torch.manual_seed(0)
     makers = {
+        "sealed outside": tied_to_a_sealed_one,
         "sealed": lambda: nn.Sequential(nn.Linear(4, 4), Sealed(4, 4)),
         "coo": lambda: with_buffer(torch.eye(4).to_sparse()),
         "csr": lambda: with_buffer(torch.eye(4).to_sparse_csr()),
@@ -86,6 +98,7 @@ def _refused(which: str) -> str:
 @pytest.mark.parametrize(
     ("which", "message"),
     [
+        ("sealed outside", "class Sealed is part of the model and cannot be inherited from (this class is final)"),
         ("sealed", "class Sealed is part of the model and cannot be inherited from (this class is final)"),
         ("coo", "buffer 0.table is torch.sparse_coo"),
         ("csr", "buffer 0.table is torch.sparse_csr"),
