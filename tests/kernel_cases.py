@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from kernel_names import NAMES
 from quick import examples
 from torch import Tensor
+from torch.nn.functional import pad
 
-from zerograph.runtime.kernels import adamw, messages, sum_of_squares
+from zerograph.core.step import WIRE_BLOCK, WIRE_MOST, wire_bytes
+from zerograph.runtime.comm.wires import decode as decode_natively
+from zerograph.runtime.comm.wires import encode as encode_natively
+from zerograph.runtime.kernels import adamw, messages, sum_of_squares, wires
 
 WIDE, NARROW, HALF = torch.float32, torch.bfloat16, torch.float16
 DTYPES = st.sampled_from([WIDE, NARROW, HALF])
@@ -159,6 +163,127 @@ def messages_of_lists(
     reference_pack(tensors, lengths, offsets, wanted)
     same(message, again)
     same(message, wanted)
+
+
+WIRES = st.sampled_from(["fp8", "int8", "int4", "sign"])
+TILE = wires.BLOCKS * WIRE_BLOCK
+ELEMENTS = st.sampled_from([0, 1, 7, 33, WIRE_BLOCK, WIRE_BLOCK + 1, TILE - 1, TILE, TILE + 3, 2 * TILE + 5])
+
+
+def rows_of(rows: int, width: int, dtype: torch.dtype, shift: int) -> Tensor:
+    """``[rows, width]``, of which rows lie ``shift`` elements apart, and begin as many behind an aligned address."""
+    room = torch.full((rows * (width + shift) + shift,), 7, dtype=dtype)
+    return room[shift:].view(rows, width + shift)[:, :width]
+
+
+def bits_of(values: Tensor) -> Tensor:
+    return values.cpu().contiguous().view(torch.uint8)
+
+
+def room_of(rows: Tensor) -> Tensor:
+    """All memory that ``rows`` lie in, also what lies between them."""
+    return rows.as_strided((rows.untyped_storage().nbytes() // rows.itemsize,), (1,), 0)
+
+
+def to_device(rows: Tensor, device: str) -> Tensor:
+    """A copy of ``rows`` on ``device``, as far apart as they are."""
+    return room_of(rows).clone().to(device).as_strided(rows.shape, rows.stride(), rows.storage_offset())
+
+
+@_settings
+@given(
+    seed=SEEDS,
+    wire=WIRES,
+    dtype=DTYPES,
+    rows=st.integers(1, 3),
+    elements=ELEMENTS,
+    shift=st.sampled_from([0, 0, 1, 3]),
+    power=st.sampled_from([0, 0, -10, 10, 100, -100, -126, -130, -140]),
+    poison=POISON,
+)
+def wires_of_rows(
+    device: str,
+    seed: int,
+    wire: str,
+    dtype: torch.dtype,
+    rows: int,
+    elements: int,
+    shift: int,
+    power: int,
+    poison: float | None,
+) -> None:
+    """Messages and what comes of them are the native kernels', and near the values."""
+    torch.manual_seed(seed)
+    values = rows_of(rows, elements, dtype, shift)
+    values.copy_(torch.randn(rows, elements).double() * 2.0 ** (power if dtype != HALF else power / 10))
+    values[:, WIRE_BLOCK : 2 * WIRE_BLOCK] = 0
+    if poison is not None and elements:
+        values[rows // 2, elements // 2] = poison
+    wanted = rows_of(rows, wire_bytes(wire, elements), torch.uint8, 4 * shift)
+    sent = to_device(wanted, device)
+    encode_natively(wire, values, wanted)
+    wires.encode(wire, to_device(values, device), sent)
+    same(room_of(sent).cpu(), room_of(wanted))
+    right = rows_of(rows, elements, dtype, shift)
+    out = to_device(right, device)
+    decode_natively(wire, wanted, right)
+    wires.decode(wire, sent, out)
+    same(bits_of(room_of(out)), bits_of(room_of(right)))
+    if elements:
+        near_values(wire, values, out.cpu())
+
+
+def near_values(wire: str, values: Tensor, out: Tensor) -> None:
+    """Whether no element is off by more than half a step of its block, or signs have the mean magnitude of it."""
+    for own, came in zip(values.double().split(WIRE_BLOCK, 1), out.double().split(WIRE_BLOCK, 1), strict=True):
+        good = own.isfinite().all(1)
+        assert not came[~good].isfinite().any()
+        own, came = own[good], came[good]
+        limits = torch.finfo(values.dtype)
+        rounding = own.abs().amax(1, keepdim=True) * EPSILON[values.dtype] + limits.tiny * limits.eps
+        if wire == "sign":
+            off, bound = came - torch.where(own >= 0, 1.0, -1.0) * own.abs().mean(1, keepdim=True), rounding
+        else:
+            scale = (own.abs().amax(1, keepdim=True) / WIRE_MOST[wire]).clamp(min=torch.finfo(WIDE).tiny)
+            # fp8 has three bits behind the first one: half of the last, or half a step of its smallest numbers.
+            half = torch.maximum(own.abs() / 16, scale / 2**10) if wire == "fp8" else scale / 2
+            off, bound = came - own, half + rounding
+        assert (off.abs() <= bound).all()
+
+
+@_settings
+@given(seed=SEEDS, wire=WIRES, dtype=DTYPES, rows=st.integers(1, 2), elements=ELEMENTS, scale=st.floats(0, width=32))
+def wires_of_any_bytes(
+    device: str, seed: int, wire: str, dtype: torch.dtype, rows: int, elements: int, scale: float
+) -> None:
+    """What no encoding gives is decoded as the native kernels do it, too."""
+    torch.manual_seed(seed)
+    sent = torch.randint(0, 256, (rows, wire_bytes(wire, elements)), dtype=torch.uint8)
+    scales = sent[:, sent.shape[1] - 4 * -(-elements // WIRE_BLOCK) :]
+    scales.copy_(torch.tensor([scale]).view(torch.uint8).repeat(rows, scales.shape[1] // 4))
+    right, out = torch.empty(rows, elements, dtype=dtype), torch.empty(rows, elements, dtype=dtype, device=device)
+    decode_natively(wire, sent, right)
+    wires.decode(wire, sent.to(device), out)
+    same(bits_of(out), bits_of(right))
+
+
+def wires_round_to_even(device: str) -> None:
+    """Numbers in the middle of two of the format, and the next ones beside these, in blocks whose scale is one."""
+    fp8 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    formats = {"fp8": fp8, "int8": torch.arange(128.0), "int4": torch.arange(8.0)}
+    for wire, numbers in formats.items():
+        middles = (numbers[1:] + numbers[:-1]) / 2
+        beside = [torch.nextafter(middles, torch.tensor(end)) for end in (0.0, math.inf)]
+        tried = torch.cat([numbers, middles, *beside])
+        tried = torch.cat([tried, -tried])
+        blocks = pad(tried, (0, -len(tried) % (WIRE_BLOCK - 1))).view(-1, WIRE_BLOCK - 1)
+        values = pad(blocks, (1, 0), value=WIRE_MOST[wire]).view(1, -1)
+        message = torch.empty(1, wire_bytes(wire, values.numel()), dtype=torch.uint8, device=device)
+        out = torch.empty_like(values, device=device)
+        wires.encode(wire, values.to(device), message)
+        wires.decode(wire, message, out)
+        rounded = values.to(torch.float8_e4m3fn).float() if wire == "fp8" else values.round()
+        assert torch.equal(out.cpu(), rounded), wire
 
 
 CASES = {name: globals()[name] for name in NAMES}

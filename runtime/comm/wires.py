@@ -2,6 +2,9 @@
 
 A gather sends bytes, which every rank decodes, those of its own shard too: all compute with the same parameters. Of a
 reduction each rank sends every other one the part of the gradient that this sums, in float32.
+
+Where matrices lie decides who encodes and decodes them: on a GPU with Triton its kernels (``kernels/wires.py``), on the
+CPU the native ones, and on other devices, also a GPU without Triton, torch's operators. All write the same bits.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from torch.nn.functional import pad
 
 import zerograph._core as _core
 from zerograph.core.layout import Layout
-from zerograph.core.step import WIRE_BITS, WIRE_BLOCK, Param
+from zerograph.core.step import WIRE_BITS, WIRE_BLOCK, WIRE_MOST, Param
+from zerograph.runtime import kernels
 from zerograph.runtime.buffers import aligned, allocate_full, dtype_name, torch_dtype
 from zerograph.runtime.comm.communicator import Communicator, HostGathers
 from zerograph.runtime.comm.packing import padded_shards
 from zerograph.runtime.own_stream import Wait
 
 _KERNELS = {"fp8": _core.Wire.fp8, "int8": _core.Wire.int8, "int4": _core.Wire.int4, "sign": _core.Wire.sign}
-_MOST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -37,6 +40,10 @@ def encode(wire: str, values: Tensor, out: Tensor) -> None:
     """
     if WIRE_BITS[wire] == 16:
         out.view(torch.bfloat16).copy_(values)
+    elif kernels.available(values.device):
+        from zerograph.runtime.kernels import wires  # imports Triton
+
+        wires.encode(wire, values, out)
     elif values.device.type == "cpu":
         dtype = getattr(_core.DType, dtype_name(values.dtype))
         for row, room in zip(values, out, strict=True):
@@ -50,6 +57,10 @@ def decode(wire: str, message: Tensor, out: Tensor) -> None:
     :func:`encode`."""
     if WIRE_BITS[wire] == 16:
         out.copy_(message.view(torch.bfloat16))
+    elif kernels.available(out.device):
+        from zerograph.runtime.kernels import wires
+
+        wires.decode(wire, message, out)
     elif out.device.type == "cpu":
         dtype = getattr(_core.DType, dtype_name(out.dtype))
         for row, room in zip(message, out, strict=True):
@@ -65,8 +76,8 @@ def encode_by_torch(wire: str, values: Tensor, out: Tensor) -> None:
     if wire == "sign":
         scales, scaled = _means(blocks, elements), blocks.view(rows, -1)
     else:
-        scales = (blocks.abs().amax(2, keepdim=True) / _MOST[wire]).clamp(min=_SMALLEST)
-        scaled = (blocks / scales).nan_to_num(0.0).view(rows, -1)
+        scales = (blocks.abs().amax(2, keepdim=True) / WIRE_MOST[wire]).clamp(min=_SMALLEST)
+        scaled = (blocks / scales).where(scales.isfinite(), 0.0).view(rows, -1)
     if wire == "sign":
         payload = ((scaled >= 0).view(rows, -1, 8) << torch.arange(8, device=values.device)).sum(2).to(torch.uint8)
     elif wire == "fp8":

@@ -31,13 +31,13 @@ def available(device: torch.device) -> bool:
 
 @functools.cache
 def _installed() -> bool:
+    theirs = "torch's kernels update, sum, pack and encode on GPUs"
     if importlib.util.find_spec("triton") is None:
-        log.info("Triton is not installed: torch's kernels update, sum and pack on GPUs (pip install triton)")
+        log.info("Triton is not installed: %s (pip install triton)", theirs)
         return False
     import triton
 
     found = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if found < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        log.info("Triton %s is older than %s: torch's kernels update, sum and pack on GPUs", triton.__version__, oldest)
+        log.info("Triton %s is older than %s: %s", triton.__version__, ".".join(map(str, OLDEST)), theirs)
     return found >= OLDEST

@@ -39,6 +39,8 @@ ITEM_SIZE |= {"int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2
 WIRE_BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "sign": 1}
 WIRE_BLOCK = 256
 """Elements that share a scale, a float32, in wires of less than 16 bits (``csrc/wire.h`` has the layout)."""
+WIRE_MOST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+"""The largest number of a format, which the largest magnitude of a block becomes; "sign" has none."""
 
 
 def wire_bytes(wire: str, elements: int) -> int:

@@ -46,17 +46,20 @@ def _sent(wire: str, values: torch.Tensor, *, by_torch: bool = False) -> tuple[t
     rows=st.integers(1, 3),
     elements=st.integers(1, 3 * WIRE_BLOCK + 5),
     power=st.integers(-30, 30),
+    poison=st.sampled_from([None, None, float("nan"), float("inf"), float("-inf")]),
     seed=st.integers(0, 2**31),
 )
 def test_native_and_torchs_operators_write_the_same_bytes(
-    wire: str, dtype: torch.dtype, rows: int, elements: int, power: int, seed: int
+    wire: str, dtype: torch.dtype, rows: int, elements: int, power: int, poison: float | None, seed: int
 ) -> None:
     torch.manual_seed(seed)
     values = (torch.randn(rows, elements) * 2.0 ** (power if dtype != torch.float16 else power // 4)).to(dtype)
+    if poison is not None:
+        values[rows // 2, elements // 2] = poison
     message, out = _sent(wire, values)
     reference, expected = _sent(wire, values, by_torch=True)
     assert torch.equal(message, reference)
-    assert torch.equal(out, expected)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("wire", LARGEST)

@@ -28,7 +28,7 @@ class Variant(NamedTuple):
         constants: values of its compile-time arguments.
         warps: of a program.
         fused: whether a product and a sum may become one operation.
-        vectors: whether threads are to load and store vectors.
+        vectors: whether threads are to move vectors: "ld" from memory, "st" to it, or neither.
     """
 
     kernel: Any
@@ -36,7 +36,7 @@ class Variant(NamedTuple):
     constants: dict[str, Any]
     warps: int = 4
     fused: bool = True
-    vectors: bool = False
+    vectors: str = ""
 
 
 def _updates() -> Iterator[Variant]:
@@ -62,7 +62,9 @@ def _updates() -> Iterator[Variant]:
     ]
     for change in changes:
         constants = dtypes | plain | change
-        yield Variant(adamw._update, signature, constants, adamw.WARPS, fused=False, vectors=constants["ALIGNED"])
+        yield Variant(
+            adamw._update, signature, constants, adamw.WARPS, fused=False, vectors="ld" * constants["ALIGNED"]
+        )
 
 
 def _sums() -> Iterator[Variant]:
@@ -73,7 +75,7 @@ def _sums() -> Iterator[Variant]:
     signature = {"columns": "*i64", "programs": "*i32", "partial": "*fp64", "count": "i32"}
     for dtype, aligned in itertools.product((tl.float32, tl.bfloat16, tl.float16), (False, True)):
         constants = {"DTYPE": dtype, "ALIGNED": aligned, "BLOCK": sums.BLOCK, "ROUNDS": sums.ROUNDS}
-        yield Variant(sums._add_blocks, signature, constants, vectors=aligned)
+        yield Variant(sums._add_blocks, signature, constants, vectors="ld" * aligned)
     signature = {"partial": "*fp64", "total": "*fp64", "count": "i32"}
     yield Variant(sums._add_partial, signature, {"BLOCK": sums.BLOCK})
 
@@ -88,10 +90,27 @@ def _messages() -> Iterator[Variant]:
     ):
         signature = {"columns": "*i64", "programs": "*i32", "message": f"*{out}", "count": "i32", "width": "i32"}
         constants = {"DTYPE": dtype, "ALIGNED": aligned, "BLOCK": messages.BLOCK}
-        yield Variant(messages._pack, signature, constants, vectors=aligned)
+        yield Variant(messages._pack, signature, constants, vectors="ld" * aligned)
 
 
-GROUPS = {"update": _updates, "sums": _sums, "messages": _messages}
+def _wires() -> Iterator[Variant]:
+    import triton.language as tl
+
+    from zerograph.core.step import WIRE_BLOCK, WIRE_MOST
+    from zerograph.runtime.kernels import wires
+
+    dtypes = {tl.float32: "fp32", tl.bfloat16: "bf16", tl.float16: "fp16"}
+    integers = dict.fromkeys(("count", "payload", "scales_at", "stride", "width"), "i32")
+    for wire, (dtype, name) in itertools.product(("fp8", "int8", "int4", "sign"), dtypes.items()):
+        for aligned in (True, False) if dtype is tl.float32 else (True,):
+            constants = {"DTYPE": dtype, "WIRE": wire, "MOST": WIRE_MOST.get(wire), "ALIGNED": aligned}
+            constants |= {"BLOCKS": wires.BLOCKS, "BLOCK": WIRE_BLOCK}
+            for kernel, elements, vectors in ((wires._encode, "values", "ld"), (wires._decode, "out", "st")):
+                signature = {elements: f"*{name}", "message": "*u8", **integers}
+                yield Variant(kernel, signature, constants, vectors=vectors * aligned)
+
+
+GROUPS = {"update": _updates, "sums": _sums, "messages": _messages, "wires": _wires}
 
 
 def _compile(variant: Variant, target: tuple[Any, ...]) -> dict[str, Any]:
@@ -141,7 +160,8 @@ def _check(group: str, name: str) -> list[str]:
         assert registers <= MOST_REGISTERS.get(kernel, 128), f"{what} takes {registers} registers"
         assert variant.fused or "fma.rn.f32" not in re.sub(r"(?s)call.*?;", "", asm["ptx"]), f"{what} fuses"
         if variant.vectors:
-            assert re.search(r"ld\.global\.(L\S+\.)?v[248]\.", asm["ptx"]), f"{what} loads no vectors"
+            moved = rf"{variant.vectors}\.global\.(L\S+\.)?v[248]\."
+            assert re.search(moved, asm["ptx"]), f"{what}: no {variant.vectors} of vectors"
         lines.append(f"{kernel} for {name}: {registers} registers, no spills, {variant.constants}")
     return lines
 

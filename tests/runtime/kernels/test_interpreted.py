@@ -1,7 +1,7 @@
 """The kernels under Triton's interpreter, against references in float64.
 
-Of ``runtime/kernels/adamw.py``, ``runtime/kernels/sum_of_squares.py``, ``runtime/kernels/messages.py`` and
-``runtime/kernels/tables.py``.
+Of ``runtime/kernels/adamw.py``, ``runtime/kernels/sum_of_squares.py``, ``runtime/kernels/messages.py``,
+``runtime/kernels/wires.py`` and ``runtime/kernels/tables.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where kernels replace torch's: updates, norms and messages are those without them, to the bit.
+"""Where kernels replace others: updates, norms, messages and wires are those without them, to the bit.
 
 Kernels are interpreted, and what lies on the CPU counts as lying on a GPU.
 """
@@ -162,6 +162,45 @@ def test_messages_are_those_of_torch(interpreted: Callable[..., Any], world: int
     interpreted(_packed, world)
 
 
+def _wired(wire: str) -> None:
+    import torch
+
+    from zerograph.core.step import wire_bytes
+    from zerograph.runtime.comm import wires
+    from zerograph.runtime.kernels import wires as triton_kernels
+
+    values, launches = torch.randn(2, 777), []
+    there, out = torch.zeros(2, wire_bytes(wire, 777), dtype=torch.uint8), torch.empty(2, 777)
+    wires.encode(wire, values, there)
+    wires.decode(wire, there, out)
+    with _as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        for name in ("encode", "decode"):
+            kernel = getattr(triton_kernels, f"_{name}")
+            patch.setattr(triton_kernels, f"_{name}", _Counted(kernel, launches))
+        here, found = torch.zeros_like(there), torch.empty_like(out)
+        wires.encode(wire, values, here)
+        wires.decode(wire, here, found)
+    assert len(launches) == 2
+    assert torch.equal(here, there) and torch.equal(found, out)
+
+
+class _Counted:
+    """A kernel whose launches are counted."""
+
+    def __init__(self, kernel: Any, launches: list[Any]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launches.append(grid)
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("wire", ["fp8", "int8", "int4", "sign"])
+def test_one_launch_encodes_a_matrix_and_one_decodes_it(interpreted: Callable[..., Any], wire: str) -> None:
+    """To the bits of the native kernels."""
+    interpreted(_wired, wire)
+
+
 def _tables() -> None:
     import torch
 
@@ -219,4 +258,7 @@ print([kernels.available(torch.device("cuda")) for _ in range(2)])
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout == "[False, False]\n"
     said = {"missing": "Triton is not installed", "old": "Triton 3.4.0 is older than 3.6"}[which]
-    assert found.stderr.count(said) == 1 and found.stderr.count("torch's kernels update, sum and pack on GPUs") == 1
+    assert (
+        found.stderr.count(said) == 1
+        and found.stderr.count("torch's kernels update, sum, pack and encode on GPUs") == 1
+    )
