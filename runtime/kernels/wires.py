@@ -155,10 +155,7 @@ def _scaled(value: tl.tensor, MOST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]
     )  # a normal number, so that no quotient overflows
     scale = tl.where(most > 0x7F800000, float("nan"), scale)
     finite = most < 0x7F800000
-    # A division on NVIDIA's GPUs takes subnormal numbers for zeros, and a product does not.
-    lift = tl.where(scale < 8.673617379884035e-19, 1.8446744073709552e19, 1.0)
-    lifted = tl.where(finite, scale * lift, 1.0)
-    return scale, tl.div_rn(tl.where(finite[:, None], value, 0.0) * lift[:, None], lifted[:, None])
+    return scale, tl.div_rn(tl.where(finite[:, None], value, 0.0), tl.where(finite, scale, 1.0)[:, None])
 
 
 @triton.jit
@@ -177,8 +174,7 @@ def _means(
         sums += tl.abs(value.to(tl.float32))
     sums = _halved(_halved(_halved(_halved(sums, 8, BLOCKS), 4, BLOCKS), 2, BLOCKS), 1, BLOCKS)
     counts = tl.minimum(tl.maximum(count - first - tl.arange(0, BLOCKS) * BLOCK, 1), BLOCK)
-    # In float64, which is rounded to the same number, and knows subnormal ones.
-    mean = (tl.reshape(sums, (BLOCKS,)).to(tl.float64) / counts.to(tl.float64)).to(tl.float32)
+    mean = tl.div_rn(tl.reshape(sums, (BLOCKS,)), counts.to(tl.float32))
     return tl.where(mean != mean, float("nan"), mean)
 
 
@@ -258,7 +254,7 @@ def _decode_blocks(
         bits = (code[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
         value = tl.reshape(bits * 2 - 1, (BLOCKS, BLOCK)).to(tl.float32)
     finite = scale.to(tl.uint32, bitcast=True) < 0x7F800000
-    value = tl.where(finite[:, None], (value * scale[:, None]).to(DTYPE), float("nan"))
+    value = (value * tl.where(finite, scale, float("nan"))[:, None]).to(DTYPE)
     if MASKED:
         tl.store(out + at, value, mask=at < count)
     else:

@@ -20,7 +20,8 @@ def _begin(environment: dict[str, str]) -> None:
 
 
 def _round_as_gpus_do() -> None:
-    """Triton's interpreter cuts off what bfloat16 has no digits for; GPUs round to the nearest even number."""
+    """Triton's interpreter cuts off what bfloat16 has no digits for, and widens its subnormal numbers to others; GPUs
+    round to the nearest even number, and keep these."""
     import torch
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -28,12 +29,15 @@ def _round_as_gpus_do() -> None:
     theirs = InterpreterBuilder.cast_impl
 
     def cast(self: Any, source: Any, dtype: Any) -> Any:
+        if (source.dtype.scalar, dtype.scalar) == (tl.bfloat16, tl.float32):
+            return TensorHandle((source.data.astype("uint32") << 16).view("float32"), tl.float32)
         if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
             return theirs(self, source, dtype)
         rounded = torch.from_numpy(source.data).bfloat16().view(torch.int16)
         return TensorHandle(rounded.numpy().view("uint16"), tl.bfloat16)
 
-    InterpreterBuilder.cast_impl = InterpreterBuilder.create_fp_trunc = cast
+    for name in ("cast_impl", "create_fp_trunc", "create_fp_ext"):
+        setattr(InterpreterBuilder, name, cast)
 
 
 def _process(environment: dict[str, str]) -> Iterator[InProcess]:

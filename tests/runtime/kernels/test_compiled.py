@@ -29,6 +29,7 @@ class Variant(NamedTuple):
         warps: of a program.
         fused: whether a product and a sum may become one operation.
         vectors: whether threads are to move vectors: "ld" from memory, "st" to it, or neither.
+        subnormal: whether subnormal numbers are no zeros.
     """
 
     kernel: Any
@@ -37,6 +38,7 @@ class Variant(NamedTuple):
     warps: int = 4
     fused: bool = True
     vectors: str = ""
+    subnormal: bool = False
 
 
 def _updates() -> Iterator[Variant]:
@@ -101,13 +103,14 @@ def _wires() -> Iterator[Variant]:
 
     dtypes = {tl.float32: "fp32", tl.bfloat16: "bf16", tl.float16: "fp16"}
     integers = dict.fromkeys(("count", "payload", "scales_at", "stride", "width"), "i32")
-    for wire, (dtype, name) in itertools.product(("fp8", "int8", "int4", "sign"), dtypes.items()):
-        for aligned in (True, False) if dtype is tl.float32 else (True,):
-            constants = {"DTYPE": dtype, "WIRE": wire, "MOST": WIRE_MOST.get(wire), "ALIGNED": aligned}
-            constants |= {"BLOCKS": wires.BLOCKS, "BLOCK": WIRE_BLOCK}
-            for kernel, elements, vectors in ((wires._encode, "values", "ld"), (wires._decode, "out", "st")):
-                signature = {elements: f"*{name}", "message": "*u8", **integers}
-                yield Variant(kernel, signature, constants, vectors=vectors * aligned)
+    kinds = [*itertools.product(("fp8", "int8", "int4", "sign"), (tl.float32, tl.bfloat16), (True,))]
+    kinds += [("int8", tl.float16, True), ("int8", tl.float32, False)]
+    for wire, dtype, aligned in kinds:
+        constants = {"DTYPE": dtype, "WIRE": wire, "MOST": WIRE_MOST.get(wire), "ALIGNED": aligned}
+        constants |= {"BLOCKS": wires.BLOCKS, "BLOCK": WIRE_BLOCK}
+        for kernel, elements, vectors in ((wires._encode, "values", "ld"), (wires._decode, "out", "st")):
+            signature = {elements: f"*{dtypes[dtype]}", "message": "*u8", **integers}
+            yield Variant(kernel, signature, constants, vectors=vectors * aligned, subnormal=True)
 
 
 GROUPS = {"update": _updates, "sums": _sums, "messages": _messages, "wires": _wires}
@@ -159,6 +162,7 @@ def _check(group: str, name: str) -> list[str]:
         assert spilled == 0, f"{what} spills {spilled} bytes"
         assert registers <= MOST_REGISTERS.get(kernel, 128), f"{what} takes {registers} registers"
         assert variant.fused or "fma.rn.f32" not in re.sub(r"(?s)call.*?;", "", asm["ptx"]), f"{what} fuses"
+        assert not variant.subnormal or ".ftz" not in asm["ptx"], f"{what} takes subnormal numbers for zeros"
         if variant.vectors:
             moved = rf"{variant.vectors}\.global\.(L\S+\.)?v[248]\."
             assert re.search(moved, asm["ptx"]), f"{what}: no {variant.vectors} of vectors"
