@@ -150,9 +150,8 @@ def _scaled(value: tl.tensor, MOST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]
     """The scale of each block, and its elements in the range of the format; zeros where one is not finite."""
     most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # infinities and NaN are the largest
     scale = tl.div_rn(most.to(tl.float32, bitcast=True), MOST)
-    scale = tl.where(
-        scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale
-    )  # a normal number, so that no quotient overflows
+    # A normal number at least, so that no quotient overflows.
+    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
     scale = tl.where(most > 0x7F800000, float("nan"), scale)
     finite = most < 0x7F800000
     return scale, tl.div_rn(tl.where(finite[:, None], value, 0.0), tl.where(finite, scale, 1.0)[:, None])
