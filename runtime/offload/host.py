@@ -161,7 +161,7 @@ class AcceleratorHost(HostMemory):
         if arrived is None:
             copying.begun.set_result(copy())
         else:
-            self._rising.start(lambda: copying.begin(copy))
+            self._rising.start(lambda: copying.begin(copy), self.device)
         with self._lock:
             self._forget_ended()
             self._under_way.append(copying)
@@ -181,7 +181,7 @@ class AcceleratorHost(HostMemory):
             copied.synchronize()
             job()
 
-        return self._leaving.start(work)
+        return self._leaving.start(work, self.device)
 
 
 class _Copying(Transfer):

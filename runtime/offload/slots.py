@@ -125,4 +125,5 @@ class Slots:
             if more:
                 self._read_next()
 
-        return self._background.start(works)
+        host = self._locations.host
+        return self._background.start(works, host.memory.device if host is not None else None)

@@ -5,6 +5,7 @@ Tests ``runtime/own_stream.py``.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ from zerograph.core.instructions import Gather, Move, WaitFetch, WaitGather
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import GroupCommunicator, LoneCommunicator
+from zerograph.runtime.offload.host import AcceleratorHost
+from zerograph.runtime.offload.hosted import HostShards
+from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.own_stream import OwnStream
 
 
@@ -115,3 +119,23 @@ def test_gathers_of_what_is_on_the_host_begin_early(tmp_path: Path) -> None:
         assert all(by_gather for by_gather, _ in found) and any(early for _, early in found)
     for found in run(2, on_it, _order, "nvme", str(tmp_path)):
         assert found and not any(by_gather or early for by_gather, early in found)
+
+
+def test_threads_of_copies_and_updates_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has its own: on the first device the threads of all ranks would make contexts. There may be no second
+    one here, so that only where they are sent can be seen."""
+    sent, there = dict[str, torch.device](), torch.accelerator.set_device_index
+
+    def recorded(device: torch.device) -> None:
+        sent[threading.current_thread().name] = device
+        there(device)
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", recorded)
+    host, store = AcceleratorHost(here()), ShardStore({}, lambda _: None)
+    store.locations.host = HostShards({}, host)
+    source, target = host.room(4).fill_(1), host.above(4)
+    host.start("h2d", [(source, target)], lambda: None).arrive()
+    for begun in (host.after_copies(lambda: None), store.in_background(lambda: None)):
+        begun.result(timeout=10)
+    assert target.tolist() == [1] * 4
+    assert sent == {f"zerograph-{name}_0": here() for name in ("copy-up", "copy-down", "update")}
