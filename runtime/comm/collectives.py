@@ -291,6 +291,10 @@ class GroupCommunicator(Communicator):
             return self._fly(stream.end())
 
     def _fly(self, work: dist.Work | torch.Event) -> _Flight:
+        """Keep a collective that was launched. It counts from here on: whoever has no memory for its message is one
+        behind a rank that launched it and then fails."""
+        if self.rendezvous is not None:
+            self.rendezvous.collectives += 1
         flight = _Flight(work)
         self._flying.add(flight)
         return flight
@@ -324,15 +328,10 @@ class GroupCommunicator(Communicator):
             raise self.rendezvous.disconnected(self._doing, str(error).partition("\n")[0]) from error
         return True
 
-    def _begun(self) -> None:
-        if self.rendezvous is not None:
-            self.rendezvous.collectives += 1
-
     def start_gather(
         self, params: Sequence[Param], shards: Sequence[Tensor], behind: Sequence[Wait] = ()
     ) -> _PendingGather:
         full = allocate_full(params, self.device)
-        self._begun()
         if self._gathers is None:
             received, flat = self._messages(padded_shards(params, shards, self.device), full)
             flight = self._launch(None, _all_gather, received, flat, group=self.group)
@@ -379,7 +378,6 @@ class GroupCommunicator(Communicator):
         works, alive = [], []
         exchanged = [i for i, p in enumerate(params) if self._exchanges(p)]
         others = [(i, p) for i, p in enumerate(params) if not self._exchanges(p)]
-        self._begun()
         for dtype, reduction in dict.fromkeys((p.reduce_dtype, p.reduction) for _, p in others):
             members = [i for i, p in others if (p.reduce_dtype, p.reduction) == (dtype, reduction)]
             chosen = [params[i] for i in members]
@@ -454,7 +452,6 @@ class GroupCommunicator(Communicator):
 
     def start_exchange(self, sends: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> _PendingExchange:
         flat = torch.cat([send.to(self.device) for send in sends])
-        self._begun()
         coming = [own[self.rank] for own in sizes]
         return self._exchange(flat, list(sizes[self.rank]), coming, self._gathers, self.group)
 

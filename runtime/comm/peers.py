@@ -36,7 +36,7 @@ class Peers:
         generation: counts the errors that ranks have recovered from.
         failed: whether the generation has ended for this rank.
         programs: counts those that this rank has entered in the generation.
-        collectives: counts those that this rank has begun.
+        collectives: counts those that this rank has launched.
         waits: how many waits of this rank there are now.
         void: keys of this rank that others may not read in the next generation; it deletes them before it meets.
         present: tells of a rank whether its process is there, as far as the transport knows.
