@@ -36,7 +36,9 @@ class BufferPool:
     shares its storage, so a view that somebody kept can never be overwritten.
     """
 
-    def __init__(self, allocate: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8)) -> None:
+    def __init__(
+        self, allocate: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8, device="cpu")
+    ) -> None:
         """``allocate`` makes new memory of so many bytes."""
         self._allocate = allocate
         self._taken: list[Tensor] = []

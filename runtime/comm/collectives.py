@@ -276,8 +276,8 @@ class GroupCommunicator(Communicator):
     def leave(self) -> None:
         """See :class:`Communicator`; on NCCL that would wait for the device."""
         if self.compares:
-            everyone = torch.empty(self.world_size, dtype=torch.int64)
-            mine = torch.zeros(1, dtype=torch.int64)
+            everyone = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
+            mine = torch.zeros(1, dtype=torch.int64, device="cpu")
             self._wait(self._launch(None, _all_gather, everyone, mine, group=self.group))
 
     def _launch(

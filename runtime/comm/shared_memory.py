@@ -204,7 +204,10 @@ class SharedMemoryCommunicator(Communicator):
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
         shapes = [p.shard_shape(self.rank) for p in pending.params]
-        results = [torch.empty(s, dtype=torch_dtype(p.dtype)) for s, p in zip(shapes, pending.params, strict=True)]
+        results = [
+            torch.empty(s, dtype=torch_dtype(p.dtype), device="cpu")
+            for s, p in zip(shapes, pending.params, strict=True)
+        ]
         for sharded, part in ((True, pending.scattered), (False, pending.unsharded)):
             if part is not None:
                 ticket, members = part
@@ -221,7 +224,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def finish_exchange(self, pending: _Exchanging) -> list[Tensor]:
         ticket, most = pending.ticket, pending.most
-        own = torch.empty(self.world_size * most[self.rank], dtype=torch.uint8)
+        own = torch.empty(self.world_size * most[self.rank], dtype=torch.uint8, device="cpu")
         # A gather copies every piece. Those for other ranks go to one place, so that a rank needs no memory for all.
         largest = max((size for rank, size in enumerate(most) if rank != self.rank), default=0)
         others = self.pool.take(self.world_size * largest)

@@ -108,7 +108,7 @@ class TwoLevelCommunicator(PairedCommunicator):
         messages = terms.messages(self.hosts, _CPU)
         # What is sent in fewer bits is summed in this host first.
         sums = [
-            torch.zeros(self.hosts, p.summed_elements) if p.reduce_wire else terms.room_of(messages, which)
+            torch.zeros(self.hosts, p.summed_elements, device=_CPU) if p.reduce_wire else terms.room_of(messages, which)
             for which, p in enumerate(params)
         ]
         parts = [

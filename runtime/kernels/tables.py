@@ -56,7 +56,7 @@ def table(
     """
     of_addresses, of_numbers = tuple(map(tuple, addresses)), tuple(map(tuple, numbers))
     columns, aligned = _columns(of_addresses, of_numbers, device, _stream(device))
-    return NumberTable(columns, _sent(torch.tensor(shared, dtype=torch.float64), device), aligned)
+    return NumberTable(columns, _sent(torch.tensor(shared, dtype=torch.float64, device="cpu"), device), aligned)
 
 
 # In training the same tensors, or others in the memory that these had, are worked on in each step. What one stream has
@@ -69,7 +69,7 @@ _Columns = tuple[tuple[int, ...], ...]
 def _columns(addresses: _Columns, numbers: _Columns, device: torch.device, stream: int) -> tuple[Tensor, bool]:
     """The columns of a table, and whether the addresses are aligned."""
     aligned = not any(address % _VECTOR for column in addresses for address in column)
-    return _sent(torch.tensor((*addresses, *numbers), dtype=torch.int64), device), aligned
+    return _sent(torch.tensor((*addresses, *numbers), dtype=torch.int64, device="cpu"), device), aligned
 
 
 def _sent(numbers: Tensor, device: torch.device) -> Tensor:
@@ -96,9 +96,9 @@ def blocks(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(_KEPT)
 def _blocks(sizes: tuple[int, ...], block: int, device: torch.device, stream: int) -> Tensor:
-    counts = torch.tensor([-(-size // block) for size in sizes], dtype=torch.int64)
-    owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    numbers = torch.arange(owners.numel()) - (counts.cumsum(0) - counts)[owners]
+    counts = torch.tensor([-(-size // block) for size in sizes], dtype=torch.int64, device="cpu")
+    owners = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
+    numbers = torch.arange(owners.numel(), device="cpu") - (counts.cumsum(0) - counts)[owners]
     return torch.stack([owners, numbers], dim=1).to(torch.int32).to(device)
 
 

@@ -93,10 +93,10 @@ class AcceleratorHost(HostMemory):
     def room(self, size: int) -> Tensor:
         """See :class:`HostMemory`; page-locked."""
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:  # a limit on locked memory
             _warn_of_pageable(str(error).partition("\n")[0])
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def stage(self, size: int) -> Tensor:
         """See :class:`HostMemory`; page-locked. The host waits for the device where it is so far ahead that memory for

@@ -422,7 +422,7 @@ class Arena:
 def huge_tensor(size: int) -> Tensor:
     """``size`` zero bytes that start at a multiple of 2 MiB, on huge pages where the kernel gives them."""
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(_core.HugeMemory(size), dtype=torch.uint8, count=size)
 
 

@@ -348,7 +348,7 @@ def _memory(size: int) -> Tensor:
     Each tensor has its own, as before it left: it takes the place that another layer's has left behind, and goes when
     it is read last.
     """
-    room = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    room = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
     begin = -room.data_ptr() % ALIGNMENT
     return room[begin : begin + size]
 

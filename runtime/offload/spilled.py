@@ -298,7 +298,7 @@ class SpilledGradients:
         """The elements of a gradient, or of a tile of it, in the order in which those of its parameter lie."""
         like = local_tensor(self._params[name])
         if grad.stride() != like.stride():
-            grad = torch.empty_strided(grad.shape, like.stride(), dtype=grad.dtype).copy_(grad)
+            grad = torch.empty_strided(grad.shape, like.stride(), dtype=grad.dtype, device="cpu").copy_(grad)
         return grad.as_strided((grad.numel(),), (1,))
 
     def _written(self) -> None:

@@ -34,7 +34,7 @@ def mapped_tensor(arena: Arena, extent: Extent, dtype: torch.dtype, shape: Seque
         where = f" from byte {offset} on" if offset else ""
         raise ValueError(f"{tuple(shape)} of {dtype} takes {size} bytes{where}, the extent has {extent.bytes}")
     if size == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     # A storage of its own, that begins here: whoever saves the tensor would save the whole of a shared one.
     flat = torch.frombuffer(arena.map(extent), dtype=torch.uint8, count=size, offset=offset)
     return flat.view(dtype).view(tuple(shape))

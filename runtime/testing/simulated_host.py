@@ -31,7 +31,7 @@ class SimulatedHost(HostMemory):
 
     @torch.inference_mode(False)
     def room(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def stage(self, size: int) -> Tensor:
         return self._staged.take(size)

@@ -25,6 +25,7 @@ from ranks import RankFailure, run
 import zerograph
 from zerograph.core import slots
 from zerograph.core.errors import ShardingError
+from zerograph.runtime.offload.host import AcceleratorHost
 from zerograph.runtime.torch_private import local_tensor
 
 
@@ -178,3 +179,25 @@ def test_what_a_search_moves_is_traced_again() -> None:
 
 def test_a_search_chooses_where_states_are_updated() -> None:
     assert all(run(1, on_it, _as_on_the_device, {"offload": "auto", "memory": "350KiB", "update": "auto"}))
+
+
+def _by_default_there() -> None:
+    """``torch.set_default_device``, which says where the user's tensors are made, and none of the host's."""
+    options = {"stage": 3, **cases.on_host()}
+    expected = Run(adamw, **options)
+    expected.steps(2)
+    training = Run(adamw, **options)
+    batches = [training.tokens() for _ in range(2)]
+    with Run.device:
+        assert AcceleratorHost(Run.device).room(8).is_pinned()
+        for batch in batches:
+            loss = training.compiled(batch)
+            loss.backward()
+            training.losses.append(loss.item())
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    cases.close(torch.tensor(training.losses), torch.tensor(expected.losses))
+
+
+def test_memory_of_the_host_is_there_where_the_default_device_is_another() -> None:
+    run(1, on_it, _by_default_there)

@@ -31,6 +31,9 @@ def _compares() -> None:
     own = 1.0 + dist.get_rank()
     refuse_different_gradients([param(Shard(0), own), param(Replicate(), 1.0), param(Replicate(), None)], {})
     refuse_different_gradients([nn.Parameter(torch.ones(2))], {})
+    whole = [param(Replicate(), 1.0), param(Replicate(), None)]
+    with torch.device("meta"):  # a default device says where the user's tensors are made
+        refuse_different_gradients(whole, {})
     wrong = param(Replicate(), own)
     noise, overflow = param(Replicate(), 1e-9 * own), param(Replicate(), own if own == 1 else math.inf)
     refuse_different_gradients([param(Replicate(), 1.0), noise, overflow], {})

@@ -200,7 +200,7 @@ class Lab:
         if self.on_gpu:
             return matmul["float32"] / 2
         self.begin(f"element-wise arithmetic in {dtype}")
-        x, y, z, out = (torch.ones(_CACHED, dtype=_dtype(dtype)) for _ in range(4))
+        x, y, z, out = (torch.ones(_CACHED, dtype=_dtype(dtype), device="cpu") for _ in range(4))
         return 2 * _CACHED / self.seconds(lambda: torch.addcmul(x, y, z, out=out), 1 / 2)
 
     def bandwidth(self) -> float:
@@ -219,7 +219,7 @@ class Lab:
         """To the device and back, from pinned memory; on a CPU twice a plain copy."""
         self.begin("copies between host and device" if self.on_gpu else "memory copies")
         device = self.large()
-        host = torch.zeros(device.numel(), pin_memory=self.on_gpu)
+        host = torch.zeros(device.numel(), pin_memory=self.on_gpu, device="cpu")
         up = self.copy(device, host)
         return up, self.copy(host, device) if self.on_gpu else up
 
@@ -293,7 +293,7 @@ class Lab:
     def optimizer(self) -> float:
         """Bytes per second that torch's fused AdamW reads and writes on the host, with this rank's threads."""
         self.begin("AdamW on the host")
-        param = torch.nn.Parameter(torch.zeros(self.effort.elements))
+        param = torch.nn.Parameter(torch.zeros(self.effort.elements, device="cpu"))
         param.grad = torch.ones_like(param)
         step = torch.optim.AdamW([param], fused=True).step
         return ADAM_BYTES * param.numel() / self.seconds(step)

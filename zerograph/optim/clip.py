@@ -192,7 +192,7 @@ def power_sum(grads: list[Tensor], p: float) -> Tensor:
     """Sum of ``|g|**p`` over all elements of some ``grads``, or their largest absolute value."""
     if p == 2.0 and on_host(grads):
         dense = [g if is_dense(g) else g.contiguous() for g in grads]
-        return torch.tensor(sum_of(_core.squares(pieces(dense))), dtype=torch.float64)
+        return torch.tensor(sum_of(_core.squares(pieces(dense))), dtype=torch.float64, device="cpu")
     if p == 2.0 and on_gpu(grads):
         from zerograph.runtime.kernels.sum_of_squares import sum_of_squares  # imports Triton
 
@@ -205,7 +205,7 @@ def power_sums(tensors: list[Tensor], p: float) -> Tensor:
     """For each tensor by itself, the sum of ``|x|**p`` over its elements, or the largest absolute value."""
     if p == 2.0 and on_host(tensors):
         dense = [t if is_dense(t) else t.contiguous() for t in tensors]
-        return torch.tensor([sum_of(_core.squares(pieces([t]))) for t in dense], dtype=torch.float64)
+        return torch.tensor([sum_of(_core.squares(pieces([t]))) for t in dense], dtype=torch.float64, device="cpu")
     # In a list: an index of places would have to come from the host.
     found = [torch.zeros((), device=tensors[0].device, dtype=_precision(tensors))] * len(tensors)
     for places in _by_kind(tensors):

@@ -290,7 +290,7 @@ class HostOptimizer(Optimizer):
         replicated = self._squares(rows, ())
         rest = [value for over, value in squares.items() if ours not in over]
         own = [value for over, value in squares.items() if ours in over]
-        total = sum(own[1:], own[0]) if own else torch.zeros((), dtype=torch.float64)
+        total = sum(own[1:], own[0]) if own else torch.zeros((), dtype=torch.float64, device="cpu")
         if own:
             total = over_our_ranks(total, self.communicator(), ours, f"update by {type(self).__name__}")
         return total, sum(rest, replicated.to(rest[0].device) if rest else replicated)
@@ -303,7 +303,7 @@ class HostOptimizer(Optimizer):
             there = {piece: self.store.gradients.on_nvme.squares(piece[0]) for piece in pieces}
             known = list(itertools.chain.from_iterable(s for s in there.values() if s is not None))
             pieces = [piece for piece in pieces if there[piece] is None]
-        total = torch.tensor(sum_of([*known, *_core.squares(pieces)]), dtype=torch.float64)
+        total = torch.tensor(sum_of([*known, *_core.squares(pieces)]), dtype=torch.float64, device="cpu")
         elsewhere = [grad for row in rows for grad in row.layout.elsewhere(row.grads, over)]
         return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
 

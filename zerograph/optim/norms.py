@@ -44,7 +44,8 @@ class Norms:
         return self._joint(self.gradients.values())
 
     def _joint(self, norms: Iterable[float]) -> float:
-        return float(torch.linalg.vector_norm(torch.tensor([0.0, *norms], dtype=torch.float64), self.p))
+        every = torch.tensor([0.0, *norms], dtype=torch.float64, device="cpu")
+        return float(torch.linalg.vector_norm(every, self.p))
 
 
 def norms(model: nn.Module, norm_type: float = 2.0) -> Norms:
@@ -86,7 +87,7 @@ def _refuse_meta(params: dict[str, nn.Parameter]) -> None:
 
 def _powers(params: Sequence[Tensor], p: float) -> Tensor:
     """This rank's sums of powers: a row of weights, and one of gradients with 0 where there is none."""
-    found = torch.zeros(2, len(params), dtype=torch.float64)
+    found = torch.zeros(2, len(params), dtype=torch.float64, device="cpu")
     both: tuple[list[Tensor | None], ...] = (list(params), [param.grad for param in params])
     for row, tensors in zip(found, both, strict=True):
         present = {i: _as_floats(local_tensor(t.detach())) for i, t in enumerate(tensors) if t is not None}

@@ -37,7 +37,9 @@ def refuse_different_gradients(params: Iterable[Tensor], names: Mapping[int, str
     axis = other_axis(found[0].device_mesh)  # type: ignore[attr-defined]
     assert axis is not None
     grads = [local_tensor(p.grad) if p.grad is not None else None for p in found]
-    norms = torch.stack([torch.zeros(()) if g is None else g.detach().float().norm().cpu() for g in grads])
+    norms = torch.stack(
+        [torch.zeros((), device="cpu") if g is None else g.detach().float().norm().cpu() for g in grads]
+    )
     both = torch.stack([norms, -norms]).to(local_tensor(found[0]).device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=axis.get_group())
     most, least = both[0].cpu(), -both[1].cpu()

@@ -27,7 +27,7 @@ TAGS: dict[torch.dtype, _core.DType] = {
 }
 """The dtypes that the kernels compute on."""
 
-_NOTHING = torch.zeros(1)
+_NOTHING = torch.zeros(1, device="cpu")
 NOTHING = _NOTHING.data_ptr()
 """Where an empty tensor is said to lie: address 0 stands for no tensor at all."""
 

@@ -6,7 +6,9 @@ Tests ``runtime/comm/communicator.py``.
 from __future__ import annotations
 
 import os
+import time
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -304,3 +306,30 @@ def _sums() -> None:
 
 def test_numbers_are_summed_one_by_one() -> None:
     run(2, _sums)
+
+
+def _by_default_elsewhere(transport: str) -> None:
+    """The meta device stands for an accelerator: nothing can be read of what is made there."""
+    comm, rank = opened(transport), dist.get_rank()
+    params = [*laid(), *laid(replace(PARAMS[0], name="in fewer bits", reduce_wire="int8"))]
+    sharded = [p for p in params if p.sharded]
+    shards = [own(p, values(p)) for p in sharded]
+    grads = [values(p, rank).to(getattr(torch, p.compute_dtype)) for p in params]
+    sends = [torch.full((8,), rank, dtype=torch.uint8) for _ in range(comm.world_size)]
+    sizes = [[8] * comm.world_size] * comm.world_size
+    found = []
+    for mode in (nullcontext(), torch.device("meta")):
+        with mode, together(comm, Entry("test", 1, 0)):
+            full = comm.finish_gather(comm.start_gather(sharded, shards))
+            reduced = comm.finish_reduce(comm.start_reduce(params, grads))
+            found.append([*full, *reduced, *comm.finish_exchange(comm.start_exchange(sends, sizes))])
+            if rank == 1:
+                time.sleep(0.2)
+                comm.rendezvous.store.count("come to the end", 1)
+        assert comm.rendezvous.store.count("come to the end") == len(found), "a rank has left before another one came"
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tensors_of_ours_are_not_made_on_the_default_device(transport: str) -> None:
+    run(4 if transport == "hosts" else 2, _by_default_elsewhere, transport)

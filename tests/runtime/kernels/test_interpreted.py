@@ -24,3 +24,21 @@ def _run(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_are_their_references(interpreted: Callable[..., Any], name: str) -> None:
     interpreted(_run, name)
+
+
+def _tables() -> list[tuple[str, list[Any]]]:
+    import torch
+
+    from zerograph.runtime.kernels.tables import blocks, table
+
+    with torch.device("meta"):  # the default one stands for an accelerator
+        made = table([[16, 32]], [[3, 4]], [0.5], torch.device("cpu"))
+        tensors = [made.columns, made.shared, blocks((5, 2), 4, torch.device("cpu"))]
+    return [(tensor.device.type, tensor.tolist() if not tensor.is_meta else []) for tensor in tensors]
+
+
+def test_tables_are_made_on_the_host(interpreted: Callable[..., Any]) -> None:
+    """From there they are sent to where the kernel runs."""
+    columns, shared, programs = interpreted(_tables)
+    assert columns == ("cpu", [[16, 32], [3, 4]]) and shared == ("cpu", [0.5])
+    assert programs == ("cpu", [[0, 0], [0, 1], [1, 0]])

@@ -51,7 +51,8 @@ def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: 
             state[name] = placed_as(stored, param)
     if "step" not in state and not isinstance(optimizer, Adagrad):
         double = torch.get_default_dtype() == torch.float64 and not group["fused"]
-        state["step"] = torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)  # as torch has it
+        # As torch has it for parameters on the host, whatever the default device.
+        state["step"] = torch.tensor(0.0, dtype=torch.float64 if double else torch.float32, device="cpu")
 
 
 def _names(optimizer: Optimizer, group: dict[str, object]) -> tuple[str, ...]:
