@@ -294,13 +294,24 @@ def group_among(
 def reach_host(group: dist.ProcessGroup) -> None:
     """Let ``group`` communicate what is on the host, over gloo, if it cannot; all its ranks call this. Which devices a
     group reaches is said when it is made, and NCCL's alone has no CPU. Seen in 2.13."""
-    cpu = torch.device("cpu")
-    try:
-        _backend_of(group, cpu)
-    except RuntimeError:
+    if not _reaches_host(group):
         store = dist.PrefixStore(f"zerograph/host/{group.group_name}", default_store())
         backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), dist.constants.default_pg_timeout)
-        group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+
+
+def _reaches_host(group: dist.ProcessGroup) -> bool:
+    try:
+        _backend_of(group, torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def device_for_host(group: dist.ProcessGroup) -> torch.device:
+    """Where ``group`` communicates what is on the host: there, or from the current accelerator if it reaches no host.
+    The name of its backend does not say: NCCL's is "nccl", "cuda:nccl" or "undefined"."""
+    return torch.device("cpu") if _reaches_host(group) else group_device(group)
 
 
 @contextmanager

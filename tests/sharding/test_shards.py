@@ -74,7 +74,8 @@ def _together(failing: tuple[int, ...], first: bool) -> str:
             raise ConfigError(f"no room for {dist.get_rank()}", "buy a disk")
 
     try:
-        shards.agree(dist.group.WORLD, action, CheckpointError, first=first)
+        with torch.device("meta"):  # a default device says where the user's tensors are made
+            shards.agree(dist.group.WORLD, action, CheckpointError, first=first)
     except CheckpointError as error:
         return str(error)
     return ""

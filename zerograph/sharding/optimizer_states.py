@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zerograph.runtime.comm.axes import axes_of
-from zerograph.runtime.torch_private import local_tensor
+from zerograph.runtime.torch_private import device_for_host, local_tensor
 
 
 def early_states(named: Mapping[str, Tensor], objects: Iterable[Any]) -> dict[str, Any]:
@@ -66,6 +66,4 @@ def _share(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 def _device_of(group: dist.ProcessGroup, tensor: Tensor) -> torch.device:
     """Where ``group`` can send ``tensor`` from: Adam counts its steps on the CPU, which NCCL does not reach."""
-    if tensor.device.type == "cpu" and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return tensor.device
+    return device_for_host(group) if tensor.is_cpu else tensor.device

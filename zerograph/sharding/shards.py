@@ -27,7 +27,7 @@ from zerograph.runtime.dtensors import (
     splits,
 )
 from zerograph.runtime.joined import other_axis, our_axes
-from zerograph.runtime.torch_private import as_dtensor, local_tensor
+from zerograph.runtime.torch_private import as_dtensor, device_for_host, local_tensor
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -186,8 +186,7 @@ def agree(
 
 def _failures(group: dist.ProcessGroup, mine: tuple[str, str] | None) -> list[tuple[int, tuple[str, str]]]:
     """The ranks that failed, and why; one small message where there are none."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
-    flag = torch.tensor([mine is not None], dtype=torch.uint8, device=device)
+    flag = torch.tensor([mine is not None], dtype=torch.uint8, device=device_for_host(group))
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     found: list[Any] = [None] * group.size()
     if flag.item():
