@@ -25,7 +25,7 @@ from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.waiting import BegunWait
 from zerograph.runtime.comm.wires import Terms, spread
 from zerograph.runtime.own_stream import OwnStream, Wait
-from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, group_among
+from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, group_among, is_registered
 
 # Renamed in torch 2.13, which warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -162,7 +162,8 @@ class GroupCommunicator(Communicator):
     elsewhere a bucket travels as one flat message and is copied out. Sharded gradients on gloo between CPUs, and those
     that are sent in fewer bits, are exchanged and summed by the ranks themselves, in their order. On an accelerator
     gathers and reductions have a stream each. NCCL runs the collectives of one group one after the other all the
-    same, so reductions get a second group: they overlap gathers as well as compute.
+    same, so reductions get a second group: they overlap gathers as well as compute. Backends of the same ranks share
+    it.
 
     After an error on gloo ranks go on with new connections: what was begun on the old ones and never finished would
     else meet later messages. They are ZeroGraph's own from the start, so the user's group is as it was.
@@ -201,7 +202,7 @@ class GroupCommunicator(Communicator):
         two = has_streams and gathers and group.size() > 1
         self.reduce_group = group
         if two:
-            self.reduce_group = group_among(dist.get_process_group_ranks(group), group, device, "zerograph-reduce")
+            self.reduce_group = _reduce_group(group, device, transport)
         if self.compares:
             self._connect()
 
@@ -482,6 +483,19 @@ class GroupCommunicator(Communicator):
                 self._wait(flight)
         self._flying.clear()
 
+
+def _reduce_group(group: dist.ProcessGroup, device: torch.device, transport: str) -> dist.ProcessGroup:
+    """The second group of the ranks of ``group``, who all call this."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    found = _REDUCE_GROUPS.get((ranks, device, transport))
+    if found is None or not is_registered(found):  # the user may have destroyed all groups
+        found = _REDUCE_GROUPS[ranks, device, transport] = group_among(ranks, group, device, "zerograph-reduce")
+    return found
+
+
+_REDUCE_GROUPS: dict[tuple[tuple[int, ...], torch.device, str], dist.ProcessGroup] = {}
+# Of all backends: a communicator of NCCL's has its memory on the device until the group is destroyed, and a process may
+# train a hundred models.
 
 _SLICE = timedelta(seconds=0.5)
 """How long to wait for gloo before looking whether a rank failed."""

@@ -237,6 +237,11 @@ def _bound_to_devices(folder: str) -> None:
             assert comm.reduce_group is not group and comm.reduce_group.size() == 2
             assert Splitting.made[-1].connected == device, "the first reduction does not have to"
             assert dist.group.WORLD.bound_device_id == device
+            made = len(Splitting.made)
+            assert GroupCommunicator(group, device).reduce_group is comm.reduce_group
+            assert len(Splitting.made) == made, "another backend has a communicator of its own"
+            dist.destroy_process_group(comm.reduce_group)
+            assert GroupCommunicator(group, device).reduce_group is not comm.reduce_group, "that is no more"
         dist.destroy_process_group()
     dist.init_process_group("gloo", store=stores[1], rank=rank, world_size=world)
 
