@@ -33,6 +33,7 @@ from zerograph.core.config import Config
 from zerograph.core.garbage import without_gc
 from zerograph.core.layout import rows_of
 from zerograph.dryrun.compile_only import Compiled, simulated_rank
+from zerograph.runtime.assigned import remember
 from zerograph.runtime.comm.collectives import LoneCommunicator
 from zerograph.runtime.dtensors import is_sharded
 from zerograph.runtime.executor.executor import Executor
@@ -243,7 +244,7 @@ class Rank:
             adoption.known.update(map(id, self.params.values()))
         adoption.ranks = ranks
         self.backend._connected(ranks)
-        self.backend._remember(self.params.values())
+        remember(self.params.values())
         self._executors = self._loaded(made.training)
         self.backend._place_shards(made.training[0])
         self.optimizer = optimizer(self)

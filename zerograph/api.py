@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
 from zerograph.runtime import delayed
+from zerograph.runtime.assigned import remember
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import EarlyUpdates
@@ -59,7 +60,7 @@ class Backend:
         require_kind(config, Config, "zerograph.Backend", "zerograph.backend(stage=3) makes one")
         self.config = config
         self._frames: list[Frame] = []
-        self._adoption = Adoption(config, self._connect, self._remember, self._reads)
+        self._adoption = Adoption(config, self._connect, remember, self._reads)
         self._segments = SegmentCache(config.compute)
         self._telemetry = Telemetry()
         # The same sets and dicts for all: adoption fills them when a model comes, and everyone sees it.
@@ -113,7 +114,7 @@ class Backend:
         """Move the shards that leave the device by the plan of a training frame."""
         # They have other memory then, which nobody has assigned.
         rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
-        moved = lambda param: self._optimizers.remember([param])  # noqa: E731
+        moved = lambda param: remember([param])  # noqa: E731
         offloaded = room_for(frame.programs["forward"])
         self._waiting[frame.code] = max(offloaded, self._waiting.get(frame.code, 0))
         self._store.place(frame.plan, MOMENTS, moved, rest, sum(self._waiting.values()))
@@ -193,9 +194,6 @@ class Backend:
         """How code that is not compiled reads parameters."""
         known, stage = self._adoption.known, self.config.sharding
         return UncompiledReads(communicator, known, self._steps, self._accumulation, stage)
-
-    def _remember(self, new: Iterable[nn.Parameter]) -> None:
-        self._optimizers.remember(new)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold gradients back on each rank, whole, until the next backward outside of this context.

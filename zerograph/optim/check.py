@@ -7,15 +7,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerograph.core.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
+from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.optim.algorithms.stock import make_states
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.overlap import EarlySteps, overlapping
@@ -23,6 +22,7 @@ from zerograph.optim.replicated import refuse_different_gradients
 from zerograph.optim.tensors import names_in
 from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime import delayed
+from zerograph.runtime.assigned import refuse_assigned
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.dtensors import is_sharded
@@ -66,7 +66,6 @@ class OptimizerCheck:
         self._telemetry, self._communicator, self._store, self._steps = telemetry, communicator, store, steps
         self._complete, self._why_reduced = complete, why_reduced
         self._params, self._replaced, self._skipped, self._accumulation = params, replaced, skipped, accumulation
-        self._memory: dict[int, _WeakTensor] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._refused: ZeroGraphError | None = None  # on its way to the caller
         # torch's step hooks are global: they must not keep a backend that is gone.
@@ -192,7 +191,7 @@ class OptimizerCheck:
         """Raises:
         UnsupportedError: ``optimizer`` holds sharded parameters of this backend and is not elementwise, or
             parameters that should be sharded and are not.
-        ShardingError: the ``.data`` of one of them was assigned, which does nothing.
+        ShardingError: the ``.data`` of a sharded parameter was assigned, which does nothing.
         ZeroGraphError: a part of the gradients is held back.
         """
         if not moving_groups(optimizer.param_groups):
@@ -203,7 +202,8 @@ class OptimizerCheck:
         self._look_at(optimizer)
 
     def _look_at(self, optimizer: Optimizer) -> None:
-        self._refuse_assigned(optimizer)
+        if self._holds_own(optimizer):
+            refuse_assigned()  # of any parameter: frozen models and targets are in no optimizer
         foreign = {id(p) for p in params_in(optimizer.param_groups) if id(p) not in self._params and p.grad is not None}
         looked_at = len(self._params), len(foreign)
         if self._passed.get(optimizer) == looked_at:
@@ -222,30 +222,6 @@ class OptimizerCheck:
     def stepped(self) -> list[Optimizer]:
         """The optimizers that have stepped on parameters of the backend."""
         return [o for o in self._passed if self._holds_own(o)]
-
-    def remember(self, params: Iterable[Tensor]) -> None:
-        """Know by which memory the DTensors among ``params`` are called, to see that of another assigned to one."""
-        for param in params:
-            if isinstance(param, DTensor):
-                self._memory[id(param)] = _WeakTensor.of(param)
-
-    def _refuse_assigned(self, optimizer: Optimizer) -> None:
-        """``param.data = tensor`` gives a DTensor the memory of ``tensor``, where nobody looks, and keeps its rows."""
-        for param in self._own(optimizer):
-            if not isinstance(param, DTensor):
-                continue
-            known = self._memory.get(id(param))
-            if known is not None and known.is_of(param) and known.storage.cdata == param.untyped_storage()._cdata:
-                continue
-            # Remembered before the error, which is then raised once: a caller that catches it can go on.
-            self.remember([param])
-            if known is not None and known.is_of(param) and known.rows() is param._local_tensor:
-                raise ShardingError(
-                    f"the .data of a parameter of shape {list(param.shape)} was assigned, which a DTensor ignores: "
-                    "its values are as they were",
-                    "change values in place (param.data.mul_(0.5), or param.copy_(other) under torch.no_grad()), or "
-                    "inside `with zerograph.gathered(model, writeback=True):`",
-                )
 
     def _refuse_not_elementwise(self, optimizer: Optimizer) -> None:
         names = [c.__name__ for c in type(optimizer).__mro__]
@@ -302,18 +278,3 @@ class OptimizerCheck:
                 "eagerly; of a module of torch.nn itself (nn.Sequential), module.compile() compiles nothing at all: "
                 "use torch.compile(model, backend=...)",
             )
-
-
-class _WeakTensor(NamedTuple):
-    """Weak references to a DTensor: what is freed must not be taken for what is then made at its address."""
-
-    param: weakref.ref[Tensor]
-    storage: StorageWeakRef  # stands for all of the parameter and holds nothing
-    rows: weakref.ref[Tensor]  # of this rank
-
-    @classmethod
-    def of(cls, param: DTensor) -> _WeakTensor:
-        return cls(weakref.ref(param), StorageWeakRef(param.untyped_storage()), weakref.ref(param._local_tensor))
-
-    def is_of(self, param: DTensor) -> bool:
-        return self.param() is param

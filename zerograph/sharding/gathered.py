@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from zerograph.core.arguments import require_flag
 from zerograph.core.errors import ShardingError
 from zerograph.runtime import delayed
+from zerograph.runtime.assigned import refuse_assigned
 from zerograph.runtime.comm.axes import axes_named
 from zerograph.runtime.comm.rendezvous import noticed
 from zerograph.runtime.joined import everyone_on
@@ -58,11 +59,13 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
     Raises:
         ConfigError: ``module`` is no module, or ``writeback`` no flag.
         ShardingError: with ``writeback``, a parameter was removed, untied, or changed its shape or dtype inside; or a
-            nested ``writeback`` that an enclosing context would drop.
+            nested ``writeback`` that an enclosing context would drop; or the ``.data`` of a parameter was assigned
+            before.
     """
     module = model_given(module, "zerograph.gathered")
     require_flag("writeback", writeback, "one module is gathered; True writes rank 0's values into shards")
     delayed.settle(module.parameters())
+    refuse_assigned(module.parameters())
     with noticed(group_of(module), "to gather parameters in zerograph.gathered()"):
         opened = _open(module, writeback)
     # Of a parameter that an enclosing context has opened this one is not the owner, and does not close it.

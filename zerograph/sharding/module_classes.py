@@ -26,6 +26,7 @@ from zerograph.core.layout import folded
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.torch_private import skip_frame
 from zerograph.runtime import delayed
+from zerograph.runtime.assigned import refuse_assigned, remember
 from zerograph.runtime.dtensors import unfolded
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.torch_private import local_tensor
@@ -120,6 +121,7 @@ class ShardedModule:
     def _save_to_state_dict(self, *args: Any) -> None:
         """After an update that is under way."""
         self._zg_settle()
+        refuse_assigned(p for p in self._parameters.values() if p is not None)  # type: ignore[attr-defined]
         super()._save_to_state_dict(*args)  # type: ignore[misc]
 
     def _zg_settle(self) -> None:
@@ -141,6 +143,7 @@ class ShardedModule:
         """A copy's parameters lie on the mesh of the others, not on a copy of it."""
         for name in self._zg_specs:
             move_to_one_mesh(self._parameters[name])  # type: ignore[attr-defined]
+        remember(self._parameters[name] for name in self._zg_specs)  # type: ignore[attr-defined]
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
