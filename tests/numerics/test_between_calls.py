@@ -303,6 +303,51 @@ def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
     run(2, _stale_optimizers)
 
 
+class StepsByDot(torch.optim.Optimizer):
+    """As Prodigy and D-Adaptation: a step size from dot products, which they read with ``.item()``."""
+
+    def __init__(self, params: Any, read: Callable[[Tensor], Any], **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+        self.read = read
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad.data, alpha=-group["lr"] * self.read(p))
+
+
+def _of_own_rows(p: Tensor) -> float:
+    return torch.dot(p.grad.flatten(), p.data.flatten()).item()
+
+
+def _of_rows_of_all(p: Tensor) -> float:
+    assert p.isfinite().all()
+    return torch.dot(p.grad.flatten(), p.data.flatten()).full_tensor().item()
+
+
+def _numbers_of_own_rows() -> None:
+    for read in (_of_rows_of_all, _of_own_rows):
+        model, _ = made(3)
+        optimizer = StepsByDot(model.left.parameters(), read)
+        loss(model, 1).backward()
+        if read is _of_own_rows:
+            with pytest.raises(UnsupportedError, match=r"StepsByDot.step\(\) reads a number of this rank's rows alone"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        _of_own_rows(model.get_parameter("left.weight"))  # outside of a step it is read as ever
+    model, _ = made(3)
+    loss(model, 1).backward()
+    StepsByDot(model.left.parameters(), _of_own_rows, fsdp_in_use=True).step()  # says that it adds up by itself
+    model, _ = made(0)
+    loss(model, 1).backward()
+    StepsByDot(model.left.parameters(), _of_own_rows).step()
+
+
+def test_a_step_by_a_number_of_own_rows_is_refused() -> None:
+    run(2, _numbers_of_own_rows)
+
+
 def _early_step() -> None:
     model, _ = made(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

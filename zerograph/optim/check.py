@@ -5,10 +5,12 @@ fails."""
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -30,6 +32,8 @@ from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.residency import StepCount, moving_groups, params_in
 from zerograph.runtime.executor.telemetry import Telemetry
 from zerograph.runtime.offload.shards import ShardStore
+from zerograph.runtime.torch_private import local_tensor
+from zerograph.sharding.torch_private import handle_op
 
 _NOT_ELEMENTWISE = {
     "LBFGS": "it works on the dot products of whole gradients",
@@ -39,6 +43,8 @@ _NOT_ELEMENTWISE = {
     "SparseAdam": "it needs sparse gradients",
 }
 _NOT_FUSED = {"SGD", "Adagrad"}
+_STEPPING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Others' optimizers of sharded parameters, while they step: of all backends, as is the operator that asks."""
 
 
 class OptimizerCheck:
@@ -78,6 +84,7 @@ class OptimizerCheck:
 
         def after_step(optimizer: Optimizer, *_: Any) -> None:
             live = check()
+            _STEPPING.discard(optimizer)
             if live is not None and live._holds_own(optimizer):
                 live._telemetry.updated()
                 if not isinstance(optimizer, HostOptimizer):
@@ -85,6 +92,7 @@ class OptimizerCheck:
 
         def failed_step(optimizer: Optimizer, error: BaseException) -> None:
             live = check()
+            _STEPPING.discard(optimizer)
             if live is not None:
                 live._failed(optimizer, error)
 
@@ -98,6 +106,7 @@ class OptimizerCheck:
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
         weakref.finalize(self, register_failed_step_hook(failed_step).remove)
+        handle_op(torch.ops.aten._local_scalar_dense.default, _refuse_own_number)
 
     def _begins(self, optimizer: Optimizer) -> None:
         try:
@@ -116,6 +125,8 @@ class OptimizerCheck:
             delayed.settle(params_in(optimizer.param_groups))
             if isinstance(optimizer, HostOptimizer):
                 optimizer.steps, optimizer.accumulation = self._steps, self._accumulation
+            elif not any(group.get("fsdp_in_use") for group in optimizer.param_groups):  # which adds up over ranks
+                _STEPPING.add(optimizer)
             self._refuse_updated(optimizer)
             self._bring_states_back(optimizer)
             self._telemetry.updating()
@@ -278,3 +289,21 @@ class OptimizerCheck:
                 "eagerly; of a module of torch.nn itself (nn.Sequential), module.compile() compiles nothing at all: "
                 "use torch.compile(model, backend=...)",
             )
+
+
+def _refuse_own_number(op: Any, args: tuple[DTensor], _: dict[str, Any]) -> Any:
+    """``tensor.item()``, which reads this rank's part: step sizes, and then the model, would differ between ranks.
+
+    Asking whether any of one's rows is not a number is no such thing.
+    """
+    tensor = args[0]
+    split = math.prod(tensor.device_mesh.size(i) for i, p in enumerate(tensor.placements) if not p.is_replicate())
+    optimizer = next(iter(_STEPPING), None)
+    if optimizer is not None and split > 1 and tensor.dtype != torch.bool:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step() reads a number of this rank's rows alone (.item() of a DTensor, as of "
+            "a dot product or a norm), and would step by another size on every rank",
+            "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0; Prodigy and D-Adaptation "
+            "add up over ranks with fsdp_in_use=True; in a closure, zerograph.norms(model) has norms to log",
+        )
+    return op(local_tensor(tensor))
