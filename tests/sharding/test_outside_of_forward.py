@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from toy import VOCABULARY, build, differing, full
 
 import zerograph
-from zerograph.core.errors import ShardingError
+from zerograph.core.errors import ShardingError, UnsupportedError
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "parameters.md"
 NORMS, WHOLE, PENALTY, HEAD, VECTOR, AVERAGE, TARGET = (
@@ -102,6 +102,43 @@ def _head(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_page_on_losses_outside(stage: int) -> None:
     run(2, _head, stage)
+
+
+class Returned(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.net(tokens), tokens)
+
+
+def _penalty_on_a_returned_loss() -> None:
+    model = Returned()
+    model.compile(backend=zerograph.backend(stage=3, compute="eager"))
+    (tokens,) = batches(dist.get_rank(), 1)
+    scope = names() | {"model": model.net}
+    exec(WHOLE, scope)
+    for mixed in (True, False):  # training goes on behind the error
+        model.zero_grad()
+        scope["loss"] = model(tokens)
+        if mixed:
+            loss = scope["loss"] + 0.1 * sum(p.square().sum() for p in model.parameters())
+            with pytest.raises(UnsupportedError, match=r"combined with sharded parameters outside of forward"):
+                loss.backward()
+        else:
+            exec(PENALTY, scope)
+            scope["loss"].backward()
+    reference, _ = plainly(average_too=False)
+    for name, param in reference.named_parameters():
+        grad = model.net.get_parameter(name).grad
+        assert param.grad is None or torch.allclose(scope["whole"](grad), param.grad, rtol=1e-4, atol=1e-6), name
+
+
+def test_a_penalty_on_a_returned_loss_is_refused_until_its_numbers_are_whole() -> None:
+    run(2, _penalty_on_a_returned_loss)
 
 
 def _assigned() -> None:

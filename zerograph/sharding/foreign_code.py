@@ -20,7 +20,7 @@ from zerograph.core.errors import CheckpointError, ShardingError, UnsupportedErr
 from zerograph.runtime.dtensors import groups_of_ranks
 from zerograph.runtime.executor.late_gradients import refuse_reading
 from zerograph.sharding.adopt import wrapped_by
-from zerograph.sharding.torch_private import before, handle_op, unscale
+from zerograph.sharding.torch_private import AOTDispatchAutograd, before, handle_op, unscale
 
 
 def explain_shards() -> None:
@@ -33,6 +33,7 @@ def explain_shards() -> None:
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
         before(wrapper, "__init__", _refuse_wrapper)
     before(safetensors.torch, "_find_shared_tensors", _refuse_in_file)
+    before(AOTDispatchAutograd, "_raise_tangent_metadata_error", _refuse_sharded_tangent)
     explain_clipping()
 
 
@@ -54,6 +55,20 @@ def _refuse_collective(op: Any, *_: Any) -> None:
         "leave out what synchronizes ranks: ZeroGraph starts all from rank 0's values and averages gradients; "
         "param.to_local() is this rank's part",
     )
+
+
+def _refuse_sharded_tangent(expected: type | None, _: Any, got: type, *__: Any) -> None:
+    """A penalty on sharded parameters makes the loss that a model returned a DTensor.
+
+    The gradients could be right; the loss could not: ``loss.item()`` is this rank's part of the sum.
+    """
+    if expected is Tensor and issubclass(got, DTensor):
+        raise UnsupportedError(
+            "the gradient of what compiled code returned is a DTensor: the loss was combined with sharded parameters "
+            "outside of forward",
+            "take whole numbers of the parameters, `term.full_tensor()` of each p.square().sum(), or compute the term "
+            "in forward: docs/guide/parameters.md, Losses over parameters",
+        )
 
 
 def _any_of_own_rows(op: Any, args: tuple[DTensor], _: dict[str, Any]) -> Tensor:

@@ -30,6 +30,7 @@ from torch._dynamo.source import (
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_compilation_metrics
+from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd as AOTDispatchAutograd
 from torch._guards import Guard, TracingContext
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -343,7 +344,8 @@ def before(owner: Any, name: str, check: Callable[..., None]) -> None:
 
     For other code that has no hook and takes shards for plain tensors: wrappers when they are made, safetensors, of
     which all that it writes passes ``_find_shared_tensors``, and ``clip_grad_norm_``, which users import by name and
-    which ends in ``_clip_grads_with_norm_``. Seen in 2.11, 2.13, and in safetensors 0.8.
+    which ends in ``_clip_grads_with_norm_``; and AOTAutograd where a gradient of its outputs is of another class.
+    Seen in 2.11, 2.13, and in safetensors 0.8.
     """
     function: Any = getattr(owner, name, None)
     if function is None or hasattr(function, "_zg_checked"):
