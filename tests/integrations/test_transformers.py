@@ -21,7 +21,7 @@ pytest.importorskip("accelerate", reason="the optional extra transformers is not
 
 from integrations.small import close, generated, llama, plain, quiet, texts, unsharded  # noqa: E402
 
-from zerograph.integrations.transformers import Trainer  # noqa: E402
+from zerograph.integrations.transformers import ShardedTrainer, Trainer  # noqa: E402
 
 Logs = list[dict[str, float]]
 
@@ -258,6 +258,49 @@ def _one_after_another(path: str) -> None:
 
 def test_another_trainer_with_that_backend_may_read_logits(tmp_path: Path) -> None:
     run(1, _one_after_another, str(tmp_path))
+
+
+class Refers(transformers.Trainer):
+    """Prepares a reference model as TRL's DPOTrainer, KTOTrainer and GRPOTrainer do."""
+
+    def __init__(self, *arguments: Any, reference: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.is_fsdp_enabled:
+            torch.distributed.fsdp.fully_shard(reference)
+        else:
+            reference = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        self.reference = reference
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        ours = model(**inputs)
+        with torch.no_grad():
+            theirs = self.reference(**inputs)
+        loss = ours.loss + (ours.logits - theirs.logits).square().mean()
+        return (loss, ours) if return_outputs else loss
+
+
+class ShardedRefers(ShardedTrainer, Refers):
+    pass
+
+
+def _referring(path: str) -> list[Logs]:
+    quiet()
+    logs, backend = [], zerograph.backend(stage=3, compute="eager")
+    for kind, more in ((Refers, {}), (ShardedRefers, {"backend": backend})):
+        args = arguments(path, eval_strategy="no", max_steps=2, bf16=True)
+        reference = llama().requires_grad_(False)
+        made = kind(model=llama(), reference=reference, args=args, train_dataset=texts(64), **more)
+        made.train()
+        logs.append(made.state.log_history)
+    assert made.is_fsdp_enabled
+    assert zerograph.backend_of(made.model) is backend
+    assert zerograph.backend_of(made.reference) not in (None, backend)
+    return logs
+
+
+def test_a_reference_model_that_a_trainer_prepares_is_sharded_with_a_backend_of_its_own(tmp_path: Path) -> None:
+    for theirs, ours in run(2, _referring, str(tmp_path)):
+        assert [e["loss"] for e in ours[:2]] == pytest.approx([e["loss"] for e in theirs[:2]], rel=2e-3)
 
 
 def _own_optimizer(path: str) -> list[Logs]:

@@ -38,8 +38,9 @@ class ShardedTrainer(_Mixed):
         refuse_other_backends(backend, type(self).__name__)
         self._backend, self._state_dict_type = backend, state_dict_type
         super().__init__(*arguments, **options)
-        given = self.accelerator._given_backend
-        if self._reads_loss_only and not given.config.loss_only and self.accelerator._next_backend is given:
+        self.is_fsdp_enabled = True  # Trainer then loads after sharding, and saves with Accelerate's functions
+        given = self.accelerator._next_backend = self.accelerator._given_backend
+        if self._reads_loss_only and not given.config.loss_only:
             # Not the given one, with which another model may be trained whose logits somebody reads.
             self._backend = self.accelerator._next_backend = copy.copy(given)
             self._backend.config = replace(given.config, loss_only=True)
@@ -52,20 +53,24 @@ class ShardedTrainer(_Mixed):
         return returns_loss and self.compute_loss_func is None and not self.label_smoother
 
     def _validate_args(self) -> None:
-        """Without the refusal of an optimizer that was made before sharding, which FSDP leaves behind."""
+        """Without the refusal of an optimizer that was made before sharding, which FSDP leaves behind.
+
+        From here to the end of ``__init__`` the classes of others prepare models of theirs: where FSDP is enabled, TRL
+        wraps a reference model in it and does not ask the accelerator.
+        """
         self.is_fsdp_enabled = False
-        try:
-            super()._validate_args()
-        finally:
-            self.is_fsdp_enabled = True
+        super()._validate_args()
 
     def create_accelerator_and_postprocess(self) -> None:
         _refuse(self.args, self._sharded_files)
-        if hasattr(self, "accelerator"):  # a search of hyperparameters: a backend holds the model that it was given
+        again = hasattr(self, "accelerator")
+        if again:  # a search of hyperparameters: a backend holds the model that it was given
             self._backend = copy.copy(self._backend)
         super().create_accelerator_and_postprocess()
-        Accelerator.of(self.accelerator, self._backend, self._state_dict_type)
-        self.is_fsdp_enabled = True  # Trainer then loads after sharding, and saves with Accelerate's functions
+        ours = Accelerator.of(self.accelerator, self._backend, self._state_dict_type)
+        if not again:  # models that are prepared in __init__ are others than the one to train
+            ours._next_backend = copy.copy(ours._given_backend)
+        self.is_fsdp_enabled = True
 
     @property
     def _sharded_files(self) -> bool:
