@@ -348,6 +348,43 @@ def test_a_step_by_a_number_of_own_rows_is_refused() -> None:
     run(2, _numbers_of_own_rows)
 
 
+def _outside(kind: type[torch.optim.Optimizer], **options: Any) -> None:
+    """A weight of losses that the loop adds up, which no model has."""
+    model, _ = made(3)
+    weights = nn.Parameter(torch.zeros(2))
+    value = loss(model, 1)
+    (value + (value.detach() * weights.exp()).sum()).backward()
+    before = full_values(model)
+    optimizer: Any = kind([*model.parameters(), weights], lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"1 parameters of this AdamW are in no model .*\[2\]: nobody averages"):
+        optimizer.step(**options)
+    assert all(torch.equal(value, before[name]) for name, value in full_values(model).items())
+    dist.all_reduce(weights.grad)  # as the hint says
+    optimizer.step(**options)
+    optimizer.step(**options)
+
+
+def _parameters_outside() -> None:
+    _outside(torch.optim.AdamW)
+    _outside(zerograph.optim.AdamW, clip=1.0)
+    # One rank alone holds such a parameter: it does not wait for the other.
+    model, _ = made(3)
+    weights = [nn.Parameter(torch.ones(2))] if dist.get_rank() else []
+    optimizer = torch.optim.SGD([*model.parameters(), *weights], lr=0.1)
+    loss(model, 1).backward()
+    if dist.get_rank():
+        with pytest.raises((CollectiveMismatch, RankError)):
+            optimizer.step()
+    else:
+        optimizer.step()
+        with pytest.raises((CollectiveMismatch, RankError)):
+            loss(model, 1)
+
+
+def test_parameters_outside_of_the_model_that_nobody_averages_are_refused() -> None:
+    run(2, _parameters_outside)
+
+
 def _early_step() -> None:
     model, _ = made(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -20,7 +20,7 @@ from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.optim.algorithms.stock import make_states
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.overlap import EarlySteps, overlapping
-from zerograph.optim.replicated import refuse_different_gradients
+from zerograph.optim.replicated import refuse_different_gradients, refuse_unaveraged_gradients
 from zerograph.optim.tensors import names_in
 from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime import delayed
@@ -152,7 +152,7 @@ class OptimizerCheck:
         for early in overlapping():
             optimizer = early.optimizer
             if isinstance(optimizer, Optimizer) and self._holds_own(optimizer):
-                self._look_at(optimizer)
+                self._look_at(optimizer, in_step=False)
                 self._bring_states_back(optimizer)
                 found.append(early)
         if found and why_unsharded:
@@ -212,7 +212,7 @@ class OptimizerCheck:
             self._accumulation.refuse_step()
         self._look_at(optimizer)
 
-    def _look_at(self, optimizer: Optimizer) -> None:
+    def _look_at(self, optimizer: Optimizer, *, in_step: bool = True) -> None:
         if self._holds_own(optimizer):
             refuse_assigned()  # of any parameter: frozen models and targets are in no optimizer
         foreign = {id(p) for p in params_in(optimizer.param_groups) if id(p) not in self._params and p.grad is not None}
@@ -226,6 +226,8 @@ class OptimizerCheck:
             self._refuse_local_gradients(optimizer, len(foreign))
         names = itertools.chain.from_iterable(names_in(group).items() for group in optimizer.param_groups)
         refuse_different_gradients(self._own(optimizer), dict(names))
+        if in_step:  # else inside of a program
+            self._refuse_unaveraged(optimizer)
         if optimizer not in self._passed:
             optimizer.register_load_state_dict_post_hook(self._after_load)
         self._passed[optimizer] = looked_at
@@ -266,6 +268,14 @@ class OptimizerCheck:
                 f"give all parameters of the model to one {name}, in groups, or freeze those that are not trained: "
                 "requires_grad_(False)",
             )
+
+    def _refuse_unaveraged(self, optimizer: Optimizer) -> None:
+        """Asked for all that are outside of the backend, not for those with gradients: these may differ by rank."""
+        device = next((local_tensor(p).device for p in self._own(optimizer)), None)
+        outside = [p for p in params_in(optimizer.param_groups) if id(p) not in self._params and p.requires_grad]
+        plain = [p for p in outside if not isinstance(p, DTensor)]
+        if device is not None:
+            refuse_unaveraged_gradients(plain, self._communicator(), type(optimizer).__name__, device)
 
     def _refuse_replaced(self, optimizer: Optimizer) -> None:
         old = sum(p in self._replaced for p in params_in(optimizer.param_groups))

@@ -1,13 +1,14 @@
-"""Gradients of parameters that tensor parallelism does not split: whether they are the same on all of its ranks.
+"""Gradients of parameters that ranks hold whole: whether they are the same on all of them.
 
-A weight that was left plain and computes with a rank's own heads or tokens, as a norm of queries does, gets a part of
-its gradient on each rank. Nothing adds these up, and each rank would train another weight.
+A weight that tensor parallelism left plain and that computes with a rank's own heads or tokens, as a norm of queries
+does, gets a part of its gradient on each rank. A parameter outside of the model, as a weight of losses that the loop
+adds up, gets that of this rank's batch. Nothing adds these up, and each rank would train another value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zerograph.core.errors import UnsupportedError
+from zerograph.runtime.comm.collectives import of_all_ranks, together
+from zerograph.runtime.comm.communicator import Communicator
+from zerograph.runtime.comm.entry import Entry, sequence_of
 from zerograph.runtime.joined import other_axis
 from zerograph.runtime.torch_private import local_tensor
 
@@ -22,6 +26,8 @@ _TOLERANCE = 0.01
 """Of norms: parts of a gradient differ by more, and the rounding of kernels that are not deterministic by less."""
 _NOISE = 1e-6
 """Of the largest norm: gradients that are zero but for rounding, as of a bias before a normalization, are below it."""
+_SAME = 1e-4
+"""Of norms of gradients that were averaged, which have the same bits: a batch gives each rank others by more."""
 
 
 def refuse_different_gradients(params: Iterable[Tensor], names: Mapping[int, str]) -> None:
@@ -52,6 +58,41 @@ def refuse_different_gradients(params: Iterable[Tensor], names: Mapping[int, str
                 "it computes with a part of the heads or tokens: parallelize it too, so that its gradient is summed: "
                 "SequenceParallel() where tokens are split, SequenceParallel(sequence_dim=2) for norms of split heads",
             )
+
+
+def refuse_unaveraged_gradients(
+    params: Sequence[Tensor], comm: Communicator | None, optimizer: str, device: torch.device
+) -> None:
+    """Compare norms of the gradients of ``params``, plain ones that no backend averages, over the ranks of ``comm``: in
+    a program of its own, so that ranks that do not all call this get an error and do not wait.
+
+    What DistributedDataParallel has averaged passes. Else the joint norm of a clipping, and whether a gradient is
+    finite, would differ between ranks too, and replicas of the model's own weights with them.
+
+    Args:
+        device: where ``comm`` communicates from.
+
+    Raises:
+        UnsupportedError: ranks have different ones, on all of them.
+    """
+    if not params or comm is None or comm.world_size == 1:
+        return
+    norms = [torch.zeros(()) if p.grad is None else p.grad.detach().float().norm().cpu() for p in params]
+    name = f"gradients of {len(params)} parameters outside of the model"
+    with together(comm, Entry(f"first step of {optimizer}", sequence_of([name]), comm.steps)):
+        found = of_all_ranks(comm, name, torch.stack(norms).double().to(device)).cpu().nan_to_num(math.inf, math.inf)
+    most, least = found.max(0).values, found.min(0).values
+    noise = _NOISE * float(most.nan_to_num(posinf=0.0).max())
+    # Where all are infinite, their difference is none, and passes.
+    pairs = zip(least.tolist(), most.tolist(), strict=True)
+    different = [high - low > max(low * _SAME, noise) for low, high in pairs]
+    if any(different):
+        raise UnsupportedError(
+            f"{sum(different)} parameters of this {optimizer} are in no model of a backend and have another gradient "
+            f"on each rank, the first of shape {list(params[different.index(True)].shape)}: nobody averages them",
+            "compute the loss in the compiled module and let that own them, or average their gradients over ranks "
+            "before each step (DistributedDataParallel does)",
+        )
 
 
 def _is_whole(param: Tensor) -> bool:
