@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ lightning = pytest.importorskip("lightning", reason="the optional extra lightnin
 
 from integrations.small import close, generated, llama, plain, quiet, texts, unsharded  # noqa: E402
 from lightning.fabric.plugins.environments import TorchElasticEnvironment  # noqa: E402
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel  # noqa: E402
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging  # noqa: E402
 
 from zerograph.integrations.lightning import ZeroGraphFabricStrategy, ZeroGraphStrategy  # noqa: E402
@@ -240,6 +242,53 @@ def test_trainer_with_tensor_parallelism(trainer: Any, tmp_path: Path) -> None:
     for curve, weights in run(4, _tensor_parallel, str(tmp_path)):
         assert curve == pytest.approx(truth["curve"], rel=2e-5)
         close(weights, truth["weights"])
+
+
+def _fabric_with_tensor_parallelism(lightnings: bool) -> None:
+    """Losses and weights are those of one process on whole batches. ``lightnings``: the strategy is Lightning's own,
+    whose user parallelizes, shards and compiles."""
+    plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+
+    def parallelize(module: Any, mesh: Any) -> Any:
+        parallelize_module(module.model.layers[0].mlp, mesh["tensor_parallel"], plan)
+        return module
+
+    def parallelize_and_shard(module: Any, mesh: Any) -> Any:
+        own = zerograph.backend(stage=3, compute="eager", mesh=mesh["data_parallel"])
+        zerograph.shard(parallelize(module, mesh), own)
+        module.compile(backend=own)
+        return module
+
+    if lightnings:
+        strategy = FabricModelParallel(parallelize_and_shard, data_parallel_size=2, tensor_parallel_size=2)
+    else:
+        strategy = ZeroGraphFabricStrategy(backend(3), tensor_parallel_size=2)
+    fabric = lightning.Fabric(**common(strategy))
+    fabric.launch()
+    model, whole = llama(), llama()
+    module = fabric.setup_module(model if lightnings else parallelize(model, strategy.device_mesh))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=1e-2))
+    others = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    batches = zip(fabric.setup_dataloaders(loader(2)), loader(4), strict=True)
+    for batch, all_rows in itertools.islice(batches, 4):
+        loss, expected = module(**batch, use_cache=False).loss, whole(**all_rows, use_cache=False).loss
+        fabric.backward(loss)
+        expected.backward()
+        assert fabric.all_reduce(loss.detach(), reduce_op="mean").item() == pytest.approx(expected.item(), rel=2e-5)
+        norm = fabric.clip_gradients(module, optimizer, max_norm=0.5)
+        truth = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        assert float(norm) == pytest.approx(truth.item(), rel=2e-5)
+        for one in (optimizer, others):
+            one.step()
+            one.zero_grad()
+    up = model.model.layers[0].mlp.up_proj.weight
+    assert up.device_mesh.mesh_dim_names == ("data_parallel", "tensor_parallel") and 4 * len(up.to_local()) == len(up)
+    close(plain(model.state_dict()), plain(whole.state_dict()))
+
+
+@pytest.mark.parametrize("lightnings", [False, True])
+def test_fabric_with_tensor_parallelism(lightnings: bool) -> None:
+    run(4, _fabric_with_tensor_parallelism, lightnings)
 
 
 def _resumed(path: str) -> dict[str, Tensor]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
+
+_all_gather = getattr(_functional_collectives, "all_gather_single", None) or _functional_collectives.all_gather_tensor
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, *, scattered: int, gathered: int) -> Tensor:
@@ -19,6 +22,11 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, *, scattered: int, gathered:
     each = [sent.shape[1]] * ranks
     received = all_to_all_single_autograd(sent.flatten(0, 1), each, each, group)
     return torch.cat(received.view(sent.shape).unbind(0), dim=gathered)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``x`` of all ranks of ``group``, joined along dimension 1. An operator of graphs, without a backward."""
+    return _all_gather(x.contiguous(), 1, group)
 
 
 def assert_on_all_ranks(holds: Tensor, group: dist.ProcessGroup, message: str) -> None:
