@@ -79,7 +79,8 @@ def encode_by_torch(wire: str, values: Tensor, out: Tensor) -> None:
         scales = (blocks.abs().amax(2, keepdim=True) / WIRE_MOST[wire]).clamp(min=_SMALLEST)
         scaled = (blocks / scales).where(scales.isfinite(), 0.0).view(rows, -1)
     if wire == "sign":
-        payload = ((scaled >= 0).view(rows, -1, 8) << torch.arange(8, device=values.device)).sum(2).to(torch.uint8)
+        bits = (scaled >= 0).to(torch.uint8).view(rows, -1, 8)
+        payload = (bits << torch.arange(8, dtype=torch.uint8, device=values.device)).sum(2).to(torch.uint8)
     elif wire == "fp8":
         payload = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     else:
