@@ -111,6 +111,7 @@ def _encode_blocks(
     values: tl.tensor, message: tl.tensor, count: tl.tensor, payload: tl.tensor, scales_at: tl.tensor, first: tl.tensor,
     WIRE: tl.constexpr, MOST: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    per: tl.constexpr = 8 if WIRE == "sign" else (2 if WIRE == "int4" else 1)  # elements of a byte
     at = first + _places(1, BLOCKS, BLOCK)
     if MASKED:
         value = tl.load(values + at, mask=at < count, other=0.0).to(tl.float32)
@@ -118,19 +119,15 @@ def _encode_blocks(
         value = tl.load(values + at).to(tl.float32)
     if WIRE == "sign":
         scale = _means(values, count, first, MASKED, BLOCKS, BLOCK)
-        per: tl.constexpr = 8
         bits = tl.reshape((value >= 0.0).to(tl.int32), (BLOCKS, BLOCK // 8, 8))
         code = tl.sum(bits << tl.arange(0, 8)[None, None, :], axis=2)
     else:
         scale, scaled = _scaled(value, MOST)
         if WIRE == "fp8":
-            per: tl.constexpr = 1
             code = _to_fp8(scaled)
         elif WIRE == "int8":
-            per: tl.constexpr = 1
             code = _rounded(scaled)
         else:
-            per: tl.constexpr = 2
             low, high = tl.split(tl.reshape(_rounded(scaled) + 8, (BLOCKS, BLOCK // 2, 2)))
             code = low | (high << 4)
     code = (code & 255).to(tl.uint8)
@@ -228,12 +225,7 @@ def _decode_blocks(
     out: tl.tensor, message: tl.tensor, count: tl.tensor, payload: tl.tensor, scales_at: tl.tensor, first: tl.tensor,
     DTYPE: tl.constexpr, WIRE: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    if WIRE == "sign":
-        per: tl.constexpr = 8
-    elif WIRE == "int4":
-        per: tl.constexpr = 2
-    else:
-        per: tl.constexpr = 1
+    per: tl.constexpr = 8 if WIRE == "sign" else (2 if WIRE == "int4" else 1)  # elements of a byte
     source = first // per + _places(per, BLOCKS, BLOCK)
     number = first // BLOCK + tl.arange(0, BLOCKS)
     scales = (message + scales_at).to(tl.pointer_type(tl.float32)) + number

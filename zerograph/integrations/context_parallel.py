@@ -139,7 +139,7 @@ def ulysses_attention(group: dist.ProcessGroup, packed: bool = False) -> str:
         **options: Any,
     ) -> tuple[Tensor, None]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        positions = options.get("position_ids")
+        positions: Any = options.get("position_ids")
         _refuse(type(module).__name__, options, positions, causal, packed)
         if attention_mask is not None:
             _require_whole(attention_mask, query.shape[2] * group.size())
