@@ -1,33 +1,27 @@
-"""When kernels for a GPU are submitted and waited for: `python background.py MODEL HOW`, in a process with the shim
-loaded, where HOW is "background" or, as Inductor does by itself, "waiting".
-
-The last line that is written is JSON: the seconds that it took, the order of submissions and waits, and how many
-binaries each graph with kernels of Triton keeps.
-"""
+"""When kernels for a GPU are submitted and waited for; for `server.py`."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import sys
 import time
 from typing import Any
 
 import pretend
 import segments
 import torch
+from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 
+from zerograph.compiler.lowering import segments as lowering
 from zerograph.compiler.lowering.torch_private import kernels_in_background
+from zerograph.dryrun.compile_only import compile_only
 
 
 def main(name: str, how: str) -> dict[str, Any]:
+    """The seconds that a step of that model takes, the order of submissions and waits, and how many binaries each graph
+    with kernels of Triton keeps; ``how`` is "background" or, as Inductor does by itself, "waiting"."""
     pretend.pretend((8, 0))
-    from zerograph.compiler.lowering import segments as lowering
-    from zerograph.dryrun.compile_only import compile_only
-
-    os.environ.pop("LD_PRELOAD", None)  # with which each ptxas loads torch, which takes longer than what it assembles
+    config.compile_threads, config.worker_start_method = 2, "fork"
     events, graphs = list[str](), list[Any]()
     triton, wait, compiled = AsyncCompile.triton, AsyncCompile._wait_futures, lowering.compile_segment
 
@@ -55,7 +49,3 @@ def main(name: str, how: str) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     binaries = [len(graph._triton_bundle.kernel_artifacts) for graph in graphs if ".run(" in graph.source_code]
     return {"seconds": seconds, "events": events, "binaries": binaries}
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))

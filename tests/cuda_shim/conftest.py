@@ -1,19 +1,20 @@
-"""The shim that stands for CUDA, made once."""
+"""The shim that stands for CUDA, made once, and a process with it."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
-from cuda_shim.process import build
+from cuda_shim.process import Server, build
 
 
 @pytest.fixture(scope="session")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its library."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Runs the scripts of this folder."""
     if torch.version.cuda is not None:
         pytest.skip("torch has the CUDA that the shim stands for")
-    library = tmp_path_factory.mktemp("shim") / "libshim.so"
-    build(library)
-    return library
+    folder = tmp_path_factory.mktemp("shim")
+    build(folder / "libshim.so")
+    with Server(folder / "libshim.so", folder / "errors") as process:
+        yield process

@@ -1,15 +1,9 @@
-"""The kernels that a GPU would run in a training step: `python segments.py FACTS`, in a process with the shim loaded.
-
-FACTS is JSON: the model by name, the device's capability, other options that change no segment, and the arguments of
-`compile_only`. The last line that is written is JSON: what `main` returns.
-"""
+"""The kernels that a GPU would run in a training step; for `server.py`."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -20,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.graph import GraphLowering
 from triton import knobs
+
+from zerograph.dryrun.compile_only import compile_only
 
 ASSEMBLED = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads", re.DOTALL
@@ -80,17 +76,22 @@ def batch(name: str) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def main(facts: dict[str, Any]) -> dict[str, Any]:
-    name, alike = facts.pop("model"), facts.pop("alike")
-    pretend.pretend(tuple(facts.pop("capability")))
-    from zerograph.dryrun.compile_only import compile_only
+def main(name: str, capability: list[int], options: dict[str, Any], alike: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is compiled of a model.
+
+    Args:
+        name: of the model.
+        capability: of the device.
+        options: of ``compile_only``.
+        alike: others of them, which are to change no segment.
+    """
+    pretend.pretend((capability[0], capability[1]))
 
     def compiled(**more: Any) -> list[list[str]]:
-        given = {"world_size": 4, "device": "cuda:0", "dtype": torch.bfloat16, "bucket_size": "1MB", **facts, **more}
+        given = {"world_size": 4, "device": "cuda:0", "dtype": torch.bfloat16, "bucket_size": "1MB", **options, **more}
         found = compile_only(lambda: (MODELS[name](), batch(name)), **given)
         return [[s.digest for s in found.frame.programs[kind].segments] for kind in ("forward", "backward")]
 
-    os.environ.pop("LD_PRELOAD", None)  # with which each ptxas loads torch, which takes longer than what it assembles
     knobs.nvidia.dump_ptxas_log = True
     sources, log = list[str](), io.StringIO()
     GraphLowering.save_output_code = sources.append  # type: ignore[assignment]
@@ -115,7 +116,3 @@ def _calls(source: str) -> dict[str, list[str]]:
         "products": re.findall(r"extern_kernels\.(\w+)\(", source),
         "operators": re.findall(r"torch\.ops\.aten\.([\w.]+)\(", source),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))

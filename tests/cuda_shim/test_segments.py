@@ -6,14 +6,13 @@ for a real architecture. Nothing runs, and nothing is timed: of several configur
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cuda_shim.process import with_shim
+from cuda_shim.process import Server
 
 pytestmark = [
     pytest.mark.costly,
@@ -47,15 +46,10 @@ class SegmentCase:
     alike: tuple[dict[str, Any], ...] = ({"stage": 1}, {"stage": 3, "offload": "parameters", "tier": "host"})
 
 
-def made(shim: Path, caches: Path, case: SegmentCase) -> dict[str, Any]:
+def made(server: Server, caches: Path, case: SegmentCase) -> dict[str, Any]:
     """The findings of `segments.py`."""
-    facts = {"model": case.model, "capability": case.capability, "alike": case.alike, **case.options}
-    caches_of = {
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }  # fmt: skip
-    output = with_shim(shim, "segments.py", json.dumps(facts), **caches_of)
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    caches_of = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
+    found: dict[str, Any] = server.run("segments", case.model, case.capability, case.options, case.alike, **caches_of)
     return found
 
 
@@ -135,9 +129,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_segment_is_assembled_and_spills_nothing(name: str, shim: Path, tmp_path: Path) -> None:
+def test_every_segment_is_assembled_and_spills_nothing(name: str, server: Server, tmp_path: Path) -> None:
     case = CASES[name]
-    found = made(shim, tmp_path, case)
+    found = made(server, tmp_path, case)
     kernels = {kernel for segment in found["segments"] for kernel in segment["triton"]}
     assert kernels == found["spilled"].keys() and not any(found["spilled"].values()), found["spilled"]
     assert found["alike"]
