@@ -170,11 +170,12 @@ def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, crash)
     import torch
     import torch.distributed as dist
-    from conftest import COLLECT
+    from conftest import COLLECT, without_timed_guards
     from fake_device import device
 
     torch.set_num_threads(1)
     gc.set_threshold(*COLLECT)
+    without_timed_guards()
     backend = "gloo"
     if os.environ.get(device.LIBRARY):  # the tests were told to have it
         device.load()
