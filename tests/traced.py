@@ -73,7 +73,7 @@ class Graph:
             self.simple.append(simplified(gm, repeat))
         return _copied(self.simple[0])
 
-    def call(self, executors: Mapping[str, Executor], named: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
+    def call(self, executors: Mapping[str, Executor], named: Mapping[str, Any], given: Sequence[Any]) -> Any:
         """What the model returns for the arguments ``given``, of parameters and buffers by name."""
         read = [given[i] if isinstance(i, int) else named[i] if isinstance(i, str) else i for i in self.inputs]
         if self.trains:
@@ -91,7 +91,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
     return lazily_coded(gm, graph)
 
 
-def trace(backend: Backend, model: nn.Module, params: Mapping[str, nn.Parameter], given: Sequence[Tensor]) -> Graph:
+def trace(backend: Backend, model: nn.Module, params: Mapping[str, nn.Parameter], given: Sequence[Any]) -> Graph:
     """What comes of a call of ``model``, which returns one tensor and whose ``params`` are those of the ``backend``."""
     found: list[Graph] = []
     trains = torch.is_grad_enabled()
@@ -125,8 +125,9 @@ def compile_once(model: nn.Module, backend: Backend, kind: Any = None) -> None:
 class TracedOnce:
     """As ``torch.compile(model, backend=backend)``, of a model that is traced once in a process, for all like it.
 
-    The model returns one tensor. Its class, the tensors it is called with, the options of its backend that change
-    graphs, and ``kind``, for what hooks change of a model, tell which models are alike; Dynamo's guards check nothing.
+    The model returns one tensor. Its class, the arguments it is called with (of tensors the shapes and dtypes), the
+    options of its backend that change graphs, and ``kind``, for what hooks change of a model, tell which models are
+    alike; Dynamo's guards check nothing.
     """
 
     _graphs: dict[Any, Graph] = {}
@@ -135,8 +136,8 @@ class TracedOnce:
         self.model, self.backend, self.kind = model, backend, kind
         self._loaded: dict[Any, tuple[Graph, dict[str, Executor]]] = {}
 
-    def __call__(self, *given: Tensor) -> Tensor:
-        """What the model returns for these arguments."""
+    def __call__(self, *given: Any) -> Tensor:
+        """What the model returns for these arguments, tensors or constants that can be keys."""
         adoption = self.backend._adoption
         if adoption.ranks is None:
             adoption.shard([self.model], CPU)
@@ -149,10 +150,10 @@ class TracedOnce:
         answer: Tensor = graph.call(executors, named, given)
         return answer
 
-    def _key(self, tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    def _key(self, given: Iterable[Any]) -> tuple[Any, ...]:
         config, ranks = self.backend.config, self.backend._adoption.ranks
         assert ranks is not None
-        values = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
+        values = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in given)
         leaves = ranks.size == 1 and config.offloads  # else a lone rank splits nothing
         options = config.sharding == 0, config.dtype, config.reduce_dtype, config.loss_only, leaves
         # Ranks of other numbers have other shards.
@@ -160,7 +161,7 @@ class TracedOnce:
         return model, torch.is_grad_enabled(), ranks.size, options, values
 
     def _load(
-        self, key: Any, params: Mapping[str, nn.Parameter], given: Sequence[Tensor]
+        self, key: Any, params: Mapping[str, nn.Parameter], given: Sequence[Any]
     ) -> tuple[Graph, dict[str, Executor]]:
         backend = self.backend
         with backend._adoption.compiling("model"):

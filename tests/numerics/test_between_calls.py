@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from numerics.compare import Result, check, full_values, mine, seeded
 from ranks import run
 from torch import Tensor, nn
+from traced import compile_once
 
 import zerograph
 from zerograph.core.errors import (
@@ -39,15 +40,16 @@ class Branches(nn.Module):
         return self.head(torch.tanh(self.left(x) if left else self.right(x)))
 
 
-def made(stage: int | None, of: type[Branches] = Branches, **options: Any) -> tuple[Branches, Any]:
-    """A model and its backend; of the plain model (None) with a ``no_sync`` that does nothing."""
+def made(stage: int | None, of: type[Branches] = Branches, once: bool = False) -> tuple[Branches, Any]:
+    """A model and its backend; of the plain model (None) with a ``no_sync`` that does nothing. With ``once`` the model
+    is traced once in a process, which takes most of a test's time."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = of()
     if stage is None:
         return model, contextlib.nullcontext
-    backend = zerograph.backend(stage=stage, compute="eager", **options)
-    model.compile(backend=backend)
+    backend = zerograph.backend(stage=stage, compute="eager")
+    compile_once(model, backend) if once else model.compile(backend=backend)
     return model, backend.no_sync
 
 
@@ -132,9 +134,10 @@ ZEROED = (held_and_zeroed_by_foreach, held_and_zeroed, held_after_a_batch_was_dr
 
 
 def _held(scenario: Callable[[Any, Any], None]) -> dict[int | None, Result]:
+    """Stage 3 from end to end, and the others of a model that is traced once."""
     results = {}
     for stage in (None, 0, 1, 3):  # stage 2 reduces as stage 1 does
-        model, no_sync = made(stage)
+        model, no_sync = made(stage, once=stage != 3)
         scenario(model, no_sync)
         results[stage] = Result([0.0], gradients(model))
     return results
@@ -247,9 +250,10 @@ EDITS = [by_data, by_foreach, by_local_shards, by_a_loaded_checkpoint]
 
 
 def _edited(edit: Callable[[nn.Module], None]) -> dict[int | None, list[float]]:
+    """Stage 3 from end to end, and the others of a model that is traced once."""
     seen: dict[int | None, list[float]] = {}
     for stage in (None, 1, 2, 3):
-        model, _ = made(stage)
+        model, _ = made(stage, once=stage != 3)
         values = []
         for _ in range(2):
             value = loss(model, 1).detach().clone()
