@@ -333,3 +333,31 @@ def test_ranks_that_accelerate_would_let_train_alone_are_reported() -> None:
 
 def test_what_would_distribute_or_compile_besides_is_refused() -> None:
     run(1, _refused)
+
+
+class Scaled(torch.nn.Module):
+    """Reads a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def _unwrapped() -> None:
+    quiet()
+    backend = zerograph.backend(stage=3, compute="eager")
+    accelerator = Accelerator(backend=backend, cpu=True, mixed_precision="bf16")
+    prepared, x = accelerator.prepare(Scaled()), torch.ones(2, 4)
+    for options in ({}, {"keep_fp32_wrapper": False}, {"keep_fp32_wrapper": False}):
+        model = accelerator.unwrap_model(prepared, **options)
+        assert torch.equal(model(x), torch.arange(4.0).expand(2, 4))
+        with torch.compiler.set_stance("force_eager"):  # as generate() runs
+            assert torch.equal(model(x), torch.arange(4.0).expand(2, 4))
+    assert not hasattr(model, "_original_forward")
+
+
+def test_an_unwrapped_model_reads_whole_weights_where_it_is_not_compiled() -> None:
+    run(2, _unwrapped)

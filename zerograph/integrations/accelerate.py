@@ -27,6 +27,8 @@ from zerograph.core.arguments import require
 from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.integrations.models import compile_call, held_back, require_parallel
 from zerograph.runtime.executor import late_gradients
+from zerograph.sharding.forward import count_own_forward
+from zerograph.sharding.module_classes import ShardedModule
 
 
 class Accelerator(accelerate.Accelerator):
@@ -108,6 +110,15 @@ class Accelerator(accelerate.Accelerator):
             generate_in_step(model)
         # As for evaluation: for training Accelerate would wrap the model in DDP.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """As Accelerate's, which without ``keep_fp32_wrapper`` takes off every wrapper of the forward, ours too."""
+        unwrapped: nn.Module = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        if not keep_fp32_wrapper and isinstance(unwrapped, ShardedModule):
+            count_own_forward(unwrapped)
+        return unwrapped
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
