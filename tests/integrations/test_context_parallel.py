@@ -312,7 +312,8 @@ def _as_on_one_process(name: str, changes: dict[str, Any], kind: str, stage: int
     with zerograph.gathered(model):
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(local_tensor(mine), theirs, rtol=1e-6, atol=1e-7)
-    assert not backend.report().graph_breaks
+    breaks = backend.report().graph_breaks
+    assert not breaks, breaks
     return [event.name for event in profile.events()].count("_c10d_functional::all_gather_into_tensor")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zerograph.core.arguments import require, require_flag, require_kind
-from zerograph.core.errors import UnsupportedError
+from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.core.units import is_number
 from zerograph.integrations.torch_private import all_gather, all_to_all, assert_on_all_ranks
 
@@ -91,11 +91,11 @@ def whole_mask(
     """
     require_kind(group, dist.ProcessGroup, "whole_mask", 'the ranks of a sequence: mesh["cp"].get_group()')
     for name, piece in (("positions", positions), ("padding", positions if padding is None else padding)):
-        require(
-            isinstance(piece, Tensor) and piece.ndim == 2 and piece.shape[1] == positions.shape[1],
-            f"{name} must be a tensor [batch, tokens] of this rank's tokens, got {_shape(piece)}",
-            "each rank gives its piece: ranks send them to each other",
-        )
+        if not isinstance(piece, Tensor) or piece.ndim != 2 or piece.shape[1] != positions.shape[1]:
+            raise ConfigError(
+                f"{name} must be a tensor [batch, tokens] of this rank's tokens, got {_shape(piece)}",
+                "each rank gives its piece: ranks send them to each other",
+            )
     require(
         window is None or (is_number(window, int) and window > 0),
         f"window must be a number of tokens, got {window!r:.80}",
@@ -246,19 +246,19 @@ def _refuse(name: str, options: dict[str, Any], positions: Tensor | None, causal
 
 
 def _require_whole(mask: Tensor, tokens: int) -> None:
-    require(
-        mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[2:] == (tokens, tokens) and mask.dtype == torch.bool,
-        f"a mask of {_shape(mask)} {mask.dtype} is not of the {tokens} tokens of a whole sequence",
-        f"booleans [batch, 1, {tokens}, {tokens}], or in two dimensions this rank's piece of the padding",
-    )
+    if mask.ndim != 4 or mask.shape[1:] != (1, tokens, tokens) or mask.dtype != torch.bool:
+        raise ConfigError(
+            f"a mask of {_shape(mask)} {mask.dtype} is not of the {tokens} tokens of a whole sequence",
+            f"booleans [batch, 1, {tokens}, {tokens}], or in two dimensions this rank's piece of the padding",
+        )
 
 
 def _check_padding(given: int, tokens: int, packed: bool) -> None:
-    require(
-        given == tokens,
-        f"attention_mask is of {given} tokens, and this rank has {tokens} of each sequence",
-        "give each rank the piece of its tokens",
-    )
+    if given != tokens:
+        raise ConfigError(
+            f"attention_mask is of {given} tokens, and this rank has {tokens} of each sequence",
+            "give each rank the piece of its tokens",
+        )
     require(
         not packed,
         "attention_mask is given beside packed documents, of which transformers knows nothing then",
@@ -302,4 +302,5 @@ def _check_positions(positions: Tensor, group: dist.ProcessGroup, packed: bool) 
 
 
 def _shape(value: object) -> str:
+    """Only for an error that is raised: Dynamo cannot trace the text of sizes that vary."""
     return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
