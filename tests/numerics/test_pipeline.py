@@ -76,8 +76,12 @@ class Part(nn.Module):
         if self.embed is not None:
             x = self.embed(x)
         for name, layer in self.layers.items():
-            x = layer(x) if name not in self.skipped else x
+            x = self.after(layer(x), name) if name not in self.skipped else x
         return self.head(x) if self.head is not None else x
+
+    def after(self, x: Tensor, name: str) -> Tensor:
+        """What goes on from the layer of that name."""
+        return x
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -115,6 +119,7 @@ class Case:
     scales: bool = True  # gradients by the number of microbatches, else the loss does it
     options: dict[str, Any] = field(default_factory=dict)
     shards: bool = True  # before the first call, which else does it
+    part: type[Part] = Part
     traced_once: bool = True  # in a process for all like it, else compiled as any model is
 
 
@@ -129,7 +134,7 @@ class Training(compare.Steps):
         if case.schedule is ScheduleZBVZeroBubble:
             numbers = [place, parts - 1 - place]
         self.first, self.last = 0 in numbers, parts - 1 in numbers
-        self.model = nn.ModuleList(Part(number, parts) for number in numbers)
+        self.model = nn.ModuleList(case.part(number, parts) for number in numbers)
         options = {"stage": 3, "compute": "eager", "bucket_size": "1KB", **case.options}
         self.backend = zerograph.backend(mesh=self.mesh["dp"], **options)
         if case.shards:

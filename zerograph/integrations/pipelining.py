@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ def once_per_step(schedule: PipelineScheduleSingle | PipelineScheduleMulti, back
 
     Gradients of all microbatches but the last stay on their rank, whole. Without this each microbatch's backward
     reduces, and its forward gathers, which takes less memory and sends more.
+
+    A step raises the error of a stage by its own class, with the text of torch's RuntimeError around it as a note.
 
     Args:
         schedule: whose stages are compiled, before its first step.
@@ -68,9 +72,31 @@ def _one_schedule(schedule: Any, stages: Sequence[PipelineStage], backend: Backe
         if schedule._has_backward:
             _refuse_beside(schedule, stages, backend)
         with backend._accumulation.one_schedule():
-            return step(*args, **kwargs)
+            try:
+                return step(*args, **kwargs)
+            except BaseException as error:
+                schedule._internal_losses.clear()  # else the next step takes them for its own
+                own = _unwrapped(error)
+                if own is error:
+                    raise
+            try:
+                raise own  # not inside of the handler: the two errors would each be the reason of the other
+            finally:
+                del own  # whose traceback has this frame
 
     return run
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """The error that a stage raised, where ``error`` is torch's RuntimeError around it, whose text becomes a note."""
+    own, place = error.__cause__, None
+    for place, _ in traceback.walk_tb(error.__traceback__):  # noqa: B007
+        pass
+    by_torch = place is not None and place.f_globals["__name__"].startswith("torch.distributed.pipelining.")
+    if own is None or not by_torch:
+        return error
+    own.add_note(inspect.cleandoc(str(error)))
+    return own
 
 
 def _refuse_beside(schedule: Any, stages: Sequence[PipelineStage], backend: Backend) -> None:
