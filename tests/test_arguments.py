@@ -43,8 +43,11 @@ def _gathered(module: Any, **options: Any) -> None:
 
 
 def _step(optimizer: type[HostOptimizer], params: Any = None, **options: Any) -> None:
-    made = {k: v for k, v in options.items() if k not in ("grad_scale", "clip")}
-    optimizer(params or _with_gradients(), **made).step(**{k: v for k, v in options.items() if k not in made})
+    later = {k: options.pop(k) for k in ("grad_scale", "clip") if k in options}
+    stages = options.pop("stages", None)  # an attribute
+    made = optimizer(params or _with_gradients(), **options)
+    made.stages = stages
+    made.step(**later)
 
 
 Call = Callable[..., Any]
@@ -103,6 +106,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
             "delayed": FLAGS,
             "warmup": [None, "3", 1.5, -1, True],
             "clip": [value for value in [*NUMBERS, 0] if value is not None],
+            "stages": ["pp", 2, [0, 1], _model()],
             "grad_scale": ["1", [], {}, torch.ones(2), 0],
             "master": [3, "float32", torch.bfloat16],
         }

@@ -52,7 +52,8 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         ConfigError: ``parameters`` are no tensors, ``max_norm`` is negative, ``norm_type`` not positive, or ``stages``
-            no process group; or the last backward has updated some of them (``overlap=True``).
+            no process group, or one with several ranks of a stage; or the last backward has updated some of them
+            (``overlap=True``).
         UnsupportedError: a gradient that is partial over ranks, or gradients on several meshes.
     """
     order = order_of_norm(norm_type)
@@ -60,8 +61,7 @@ def clip_grad_norm_(
         max_norm = number("max_norm", max_norm, "for example 1.0")
         require(max_norm >= 0, f"max_norm={max_norm}: the largest norm allowed cannot be negative", "for example 1.0")
     require_flag("error_if_nonfinite", error_if_nonfinite, "True raises where the norm is not finite")
-    known = stages is None or isinstance(stages, dist.ProcessGroup)
-    require(known, f"stages must be a process group, got {stages!r:.80}", 'for example mesh["pp"].get_group()')
+    require_stages(stages)
     params = _tensors(parameters)
     late_gradients.complete(params)
     grads = [p.grad for p in params if p.grad is not None]
@@ -91,6 +91,40 @@ def order_of_norm(norm_type: float | str) -> float:
     order = math.inf if norm_type == "inf" else number("norm_type", norm_type, hint)
     require(order > 0, f"norm_type={norm_type}: the order of a norm must be positive", hint)
     return order
+
+
+def require_stages(stages: object) -> None:
+    """Raises:
+    ConfigError: it is neither None nor a process group.
+    """
+    known = stages is None or isinstance(stages, dist.ProcessGroup)
+    require(known, f"stages must be a process group, got {stages!r:.80}", _STAGES)
+
+
+def over_stages(
+    total: Tensor, stages: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup], largest: bool = False
+) -> Tensor:
+    """``total``, one number, added up over ``stages``, or the ``largest`` of theirs. All of them call this, also one
+    without gradients, or with some on another device or of another dtype.
+
+    Args:
+        groups: over which ``total`` was added up before.
+
+    Raises:
+        ConfigError: ``stages`` shares ranks with one of ``groups``, which would count more than once.
+    """
+    ranks = set(dist.get_process_group_ranks(stages))
+    for group in groups:
+        twice = len(ranks.intersection(dist.get_process_group_ranks(group)))
+        require(
+            twice < 2, f"stages has {twice} ranks that share one stage, whose norm would count {twice} times", _STAGES
+        )
+    there = total.to(group_device(stages), torch.float64)
+    dist.all_reduce(there, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stages)
+    return there.to(total.device)
+
+
+_STAGES = 'give the ranks along the pipeline alone, for example mesh["pp"].get_group()'
 
 
 def _tensors(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -181,10 +215,8 @@ def _norm_over_ranks(
         precision = functools.reduce(torch.promote_types, {power.dtype for _, power in powers})
         both = torch.stack([power.to(powers[0][1].device, precision) for _, power in powers])
         total = both.max() if math.isinf(p) else both.sum()
-    if stages is not None:  # stages may have gradients on other devices, of other dtypes, or none
-        there = total.to(group_device(stages), torch.float64)
-        dist.all_reduce(there, op=dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=stages)
-        total = there.to(total.device)
+    if stages is not None:
+        total = over_stages(total, stages, groups_in(own), largest=math.isinf(p))
     return total if math.isinf(p) else total ** (1.0 / p)
 
 

@@ -16,12 +16,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 import zerograph._core as _core
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
-from zerograph.optim.clip import groups_in, groups_of, our_group, over_our_ranks, over_ranks, power_sum
+from zerograph.optim.clip import (
+    groups_in,
+    groups_of,
+    our_group,
+    over_our_ranks,
+    over_ranks,
+    over_stages,
+    power_sum,
+    require_stages,
+)
 from zerograph.optim.delayed import DelayedSteps, ForwardSteps
 from zerograph.optim.factor import Asked, Factor
 from zerograph.optim.joint import JointUpdate
@@ -65,6 +75,7 @@ class HostOptimizer(Optimizer):
     takes_local_gradients: ClassVar[bool] = False
     late: DelayedSteps | ForwardSteps | None = None
 
+    _stages: ProcessGroup | None = None
     _skipped_there: Tensor | None  # on a device, and not read yet
     _grad_norm: float | Tensor
 
@@ -117,9 +128,26 @@ class HostOptimizer(Optimizer):
     @property
     def grad_norm(self) -> float:
         """Norm of all gradients, unscaled and before clipping, in the last step that took it (one with ``clip`` or with
-        ``skip_nonfinite``); the same on every rank. A device that took it is asked when you do."""
+        ``skip_nonfinite``); the same on every rank, in a pipeline of one stage, unless ``stages`` is set. A device that
+        took it is asked when you do."""
         self._grad_norm = float(self._grad_norm)
         return self._grad_norm
+
+    @property
+    def stages(self) -> ProcessGroup | None:
+        """The ranks that have the other stages of a pipeline, as ``mesh["pp"].get_group()``; None unless you set it.
+        Then ``clip``, ``skip_nonfinite`` and ``grad_norm`` are of the gradients of all stages. All of these need as
+        many native optimizers, with the same arguments, stepped in one order. Copies have None.
+
+        Raises:
+            ConfigError: it is set to something else; or, in a step, to a group with several ranks of one stage.
+        """
+        return self._stages
+
+    @stages.setter
+    def stages(self, group: ProcessGroup | None) -> None:
+        require_stages(group)
+        self._stages = group
 
     # The step.
 
@@ -242,14 +270,15 @@ class HostOptimizer(Optimizer):
         asked = Asked(scales, clip, self.skip_nonfinite, self.__dict__.get("found_inf"))  # the latter by GradScaler
         if self._decides_there(rows, asked):
             return self._factor_there(rows, asked)
-        if asked.found_inf is not None and float(asked.found_inf):
+        found_inf = asked.found_inf is not None and bool(float(asked.found_inf))
+        if found_inf and self.stages is None:
             return None
         scale = float(asked.scale())
         if not asked.takes_norm:
-            return Factor(1.0 / scale)
+            return None if found_inf else Factor(1.0 / scale)
         split, replicated = self._sums_of_squares(rows)
         self._grad_norm = norm = math.sqrt(float(split) + float(replicated)) / scale
-        return asked.decided(norm, scale)
+        return None if found_inf else asked.decided(norm, scale)  # not before: other stages wait for the norm of this
 
     def _decides_there(self, rows: Sequence[UpdateRow], asked: Asked) -> bool:
         """Whether a device has all that is updated, and can skip the update: it is then not waited for. First steps,
@@ -277,7 +306,7 @@ class HostOptimizer(Optimizer):
 
     def _sums_of_squares(self, rows: Sequence[UpdateRow]) -> tuple[Tensor, Tensor]:
         """The sums of squares of all ranks' split gradients, and of their replicated ones, in one pass over this rank's
-        and one scalar reduction along each axis."""
+        and one scalar reduction along each axis; with other stages, all in the first."""
         split: dict[Groups, Tensor] = {}
         for row in rows:
             split = {**row.layout.split, **split}
@@ -293,7 +322,11 @@ class HostOptimizer(Optimizer):
         total = sum(own[1:], own[0]) if own else torch.zeros((), dtype=torch.float64, device="cpu")
         if own:
             total = over_our_ranks(total, self.communicator(), ours, f"update by {type(self).__name__}")
-        return total, sum(rest, replicated.to(rest[0].device) if rest else replicated)
+        replicated = sum(rest, replicated.to(rest[0].device) if rest else replicated)
+        if self.stages is None or not moving_groups(self.param_groups):  # a step of DCP's, on some ranks
+            return total, replicated
+        both = over_stages(total + replicated, self.stages, groups)
+        return both, both.new_zeros(())
 
     def _squares(self, rows: Sequence[UpdateRow], over: Groups) -> Tensor:
         """Sum of squares of this rank's gradients, of those that are split ``over`` these ranks."""

@@ -125,8 +125,8 @@ class OneBitAdam(HostOptimizer):
     Raises:
         ConfigError: a value is out of its range, or updates shall run beside programs.
         UnsupportedError: in a step, parameters in other dtypes, stages 2 and 3, ``offload=``, a mesh of two axes,
-            tensor parallelism, or not all parameters of the backend; after ``freeze_step``, clipping, a GradScaler, a
-            new group, or the first gradient of a parameter.
+            tensor parallelism, ``stages``, or not all parameters of the backend; after ``freeze_step``, clipping, a
+            GradScaler, a new group, or the first gradient of a parameter.
     """
 
     algorithm = ADAM
@@ -204,6 +204,11 @@ class OneBitAdam(HostOptimizer):
     def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         """Begin a step of AdamW; or, once frozen, make a whole one."""
         self._refuse_dtypes()
+        if self.stages is not None:
+            raise UnsupportedError(
+                "OneBitAdam with stages: behind freeze_step each stage skips by itself, and nobody knows a norm of all",
+                "another optimizer of zerograph.optim for a pipeline",
+            )
         moves = bool(moving_groups(self.param_groups))
         if not self.is_frozen:
             pending = super().start(grad_scale, clip)
