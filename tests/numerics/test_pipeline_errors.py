@@ -1,9 +1,13 @@
-"""Errors in the stages of a pipeline, and what the other ranks hear of them.
+"""Errors in the stages of a pipeline: all ranks of all stages raise, and train on as if the batch had not been there.
 
 Tests ``integrations/pipelining.py``.
 """
 
 from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -11,8 +15,12 @@ from numerics.test_caught_errors import TRAP, trapped
 from numerics.test_pipeline import WORLD, Case, Part, Training
 from ranks import run
 from torch import Tensor
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from zerograph.core.errors import RankError
+
+SOON = 15.0
+"""Seconds in which all ranks raise, on a machine with more ranks than cores."""
 
 
 class TrappedPart(Part):
@@ -20,9 +28,12 @@ class TrappedPart(Part):
         return trapped(x, int(name))
 
 
+CASE = Case(once=True, part=TrappedPart)
+
+
 def _caught_by_class(place: str) -> list[float]:
     """One stage on all ranks: nobody waits for another stage."""
-    ours = Training(Case(once=True, part=TrappedPart), stages=1)
+    ours = Training(CASE, stages=1)
     ours.step(0)
     own = dist.get_rank() == 1
     if own:
@@ -41,11 +52,69 @@ def _caught_by_class(place: str) -> list[float]:
     return ours.losses
 
 
-def _spared() -> list[float]:
-    spared = Training(Case(once=True, part=TrappedPart), stages=1)
-    return spared.run([0, 2])[0]
+def _spared(steps: list[int], stages: int = 2, case: Case = CASE) -> list[float]:
+    return Training(case, stages).run(steps)[0]
 
 
 @pytest.mark.parametrize("place", ["forward 1", "backward 2"])
 def test_errors_of_stages_are_caught_by_class_and_training_goes_on(place: str) -> None:
-    assert run(WORLD, _caught_by_class, place) == run(WORLD, _spared)
+    assert run(WORLD, _caught_by_class, place) == run(WORLD, _spared, [0, 2], 1)
+
+
+def _failing(training: Training, seed: int, rank: int, place: str, error: BaseException) -> None:
+    """A step that raises on all ranks, soon: its own error on ``rank``, and on others one that tells of it."""
+    own, begun = dist.get_rank() == rank, time.monotonic()
+    if own:
+        TRAP.place, TRAP.error = place, error
+    with pytest.raises(type(error) if own else RankError) as caught:
+        training.backward(seed)
+    assert time.monotonic() - begun < SOON
+    assert TRAP.place == ""
+    assert own or f"{type(error).__name__}: {error}" in str(caught.value)
+    training.optimizer.zero_grad()
+
+
+# Ranks 0 and 1 have the first two layers, 2 and 3 the last two.
+FAULTS: list[tuple[int, str, BaseException]] = [
+    (0, "forward 0", ValueError("boom 1")),
+    (3, "forward 2", MemoryError("boom 2")),
+    (2, "backward 3", ValueError("boom 3")),
+    (1, "backward 0", ValueError("boom 4")),
+    (3, "loss", ValueError("boom 5")),
+    (2, "forward 3", KeyboardInterrupt("boom 6")),
+]
+
+
+def _trap_loss(training: Training) -> None:
+    given = training.schedule._loss_fn
+
+    def loss(*args: Any) -> Tensor:
+        TRAP.pass_by("loss")
+        return given(*args)
+
+    training.schedule._loss_fn = loss
+
+
+def _every_fault(schedule: type[Any], chunks: int, transport: str) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROGRAPH_TRANSPORT", transport)
+        ours = Training(replace(CASE, schedule=schedule, chunks=chunks))
+        _trap_loss(ours)
+        ours.step(0)
+        for seed, (rank, place, error) in enumerate(FAULTS, start=1):
+            if chunks > 1:  # ranks 0 and 1 have layers 0 and 2, ranks 2 and 3 layers 1 and 3
+                place = place.replace("2", "3") if rank > 1 else place
+            _failing(ours, 100 + seed, rank, place, error)
+            ours.step(seed)
+    return ours.losses
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "transport"),
+    [(Schedule1F1B, 1, "auto"), (ScheduleGPipe, 1, "group"), (ScheduleInterleaved1F1B, 2, "auto")],
+)
+def test_an_error_in_one_stage_is_one_of_all_ranks(schedule: type[Any], chunks: int, transport: str) -> None:
+    found = run(WORLD, _every_fault, schedule, chunks, transport)
+    case = replace(CASE, schedule=schedule, chunks=chunks)
+    assert found == run(WORLD, _spared, list(range(len(FAULTS) + 1)), 2, case)
+    assert len(found[-1]) == len(FAULTS) + 1

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from zerograph.api import Backend, refuse_other_backends
 from zerograph.core.arguments import require
-from zerograph.core.errors import UnsupportedError
+from zerograph.core.errors import RankError, UnsupportedError
+from zerograph.integrations.neighbours import Neighbours
+from zerograph.integrations.torch_private import forget_step, send_through
 from zerograph.optim.overlap import overlapping
+from zerograph.runtime.comm.entry import reason_of
+from zerograph.runtime.comm.rendezvous import Rendezvous
+from zerograph.runtime.torch_private import backend_name
 
 
 def once_per_step(schedule: PipelineScheduleSingle | PipelineScheduleMulti, backend: Backend) -> None:
@@ -44,9 +52,10 @@ def once_per_step(schedule: PipelineScheduleSingle | PipelineScheduleMulti, back
     )
     _refuse_divided_backwards(schedule)
     stages: list[Any] = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+    neighbours = _connected(stages)
     for stage in stages:
         stage.backward_maybe_with_nosync = _reducing_last(stage, backend)
-    schedule.step = _one_schedule(schedule, stages, backend)  # type: ignore[method-assign]
+    schedule.step = _one_schedule(schedule, stages, backend, neighbours)  # type: ignore[method-assign]
 
 
 def _reducing_last(stage: PipelineStage, backend: Backend) -> Callable[..., Any]:
@@ -64,7 +73,27 @@ def _reducing_last(stage: PipelineStage, backend: Backend) -> Callable[..., Any]
     return run
 
 
-def _one_schedule(schedule: Any, stages: Sequence[PipelineStage], backend: Backend) -> Callable[..., Any]:
+def _connected(stages: Sequence[Any]) -> Neighbours | None:
+    """The neighbours that ``stages`` of this rank send to and receive from from now on, where they do so over gloo."""
+    first, group = stages[0], stages[0].group or dist.group.WORLD
+    if group.size() == 1 or backend_name(group, torch.device(first.device)) != "gloo":
+        return None
+    known: Neighbours | None = getattr(first, _NEIGHBOURS, None)  # of another schedule of these stages
+    if known is not None:
+        return known
+    neighbours = Neighbours(group, torch.device(first.device))
+    for stage in stages:
+        send_through(stage, neighbours)
+        setattr(stage, _NEIGHBOURS, neighbours)
+    return neighbours
+
+
+_NEIGHBOURS = "_zg_neighbours"
+
+
+def _one_schedule(
+    schedule: Any, stages: Sequence[PipelineStage], backend: Backend, neighbours: Neighbours | None
+) -> Callable[..., Any]:
     step = schedule.step
 
     @functools.wraps(step)
@@ -73,9 +102,10 @@ def _one_schedule(schedule: Any, stages: Sequence[PipelineStage], backend: Backe
             _refuse_beside(schedule, stages, backend)
         with backend._accumulation.one_schedule():
             try:
-                return step(*args, **kwargs)
+                with _together(stages, backend, neighbours):
+                    return step(*args, **kwargs)
             except BaseException as error:
-                schedule._internal_losses.clear()  # else the next step takes them for its own
+                forget_step(schedule)
                 own = _unwrapped(error)
                 if own is error:
                     raise
@@ -87,6 +117,44 @@ def _one_schedule(schedule: Any, stages: Sequence[PipelineStage], backend: Backe
     return run
 
 
+@contextlib.contextmanager
+def _together(stages: Sequence[PipelineStage], backend: Backend, neighbours: Neighbours | None) -> Iterator[None]:
+    """Inside, an error of one rank is one of all ranks: along the pipeline, and of those that have the same stages."""
+    if neighbours is None:
+        yield
+        return
+    try:
+        comm = backend._adoption.communicator
+        if comm is not None and comm.rendezvous is not None:
+            _refuse_failed(comm.rendezvous, neighbours.rendezvous)
+        neighbours.begin()
+        yield
+        comm = backend._adoption.communicator
+        trains = any(param.requires_grad for stage in stages for param in stage.submod.parameters())
+        neighbours.end(backend._steps.own, trains, comm.generation if comm is not None else 0)
+    except BaseException as error:
+        reason, comm = reason_of(_unwrapped(error)), backend._adoption.communicator
+        try:
+            neighbours.fail(reason)
+        finally:
+            if comm is not None:
+                comm.abort(reason)
+        raise
+
+
+def _refuse_failed(stage: Rendezvous, pipeline: Rendezvous) -> None:
+    """Raises:
+    RankError: the ranks of this one's ``stage`` know of an error that those along the ``pipeline`` do not. All drop
+        this batch, so that first and last stage have the same one in the next step.
+    """
+    if stage.failed and not pipeline.failed:
+        raise RankError(
+            "ranks of this stage failed outside of the schedule, as in the step of an optimizer, of which other stages "
+            "hear only now: no rank takes this step",
+            "see the error before this one",
+        )
+
+
 def _unwrapped(error: BaseException) -> BaseException:
     """The error that a stage raised, where ``error`` is torch's RuntimeError around it, whose text becomes a note."""
     own, place = error.__cause__, None
@@ -95,7 +163,9 @@ def _unwrapped(error: BaseException) -> BaseException:
     by_torch = place is not None and place.f_globals["__name__"].startswith("torch.distributed.pipelining.")
     if own is None or not by_torch:
         return error
-    own.add_note(inspect.cleandoc(str(error)))
+    note = inspect.cleandoc(str(error))
+    if note not in getattr(own, "__notes__", ()):
+        own.add_note(note)
     return own
 
 

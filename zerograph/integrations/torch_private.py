@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,3 +39,47 @@ def assert_on_all_ranks(holds: Tensor, group: dist.ProcessGroup, message: str) -
     others wait for it. A part of graphs, where no public name asserts what a tensor says. Seen in 2.13."""
     failed = all_reduce(holds.logical_not().int(), "max", group)
     torch._assert_async(failed == 0, message)
+
+
+def send_through(stage: Any, group: Any) -> None:
+    """Let a ``stage`` of a pipeline send and receive by ``group``, which has ``send`` and ``recv`` of a process group,
+    and is in none of torch's tables: activations, gradients, and what stages tell each other of shapes in their first
+    step. The vote before that stays in the stage's own group. torch asks stages for operations, and nothing public says
+    over which group. Seen in 2.13."""
+    for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
+        setattr(stage, name, functools.partial(_through, group, getattr(stage, name)))
+    if hasattr(stage, "_send_meta"):  # not of a stage that torch has split from a model, which knows its shapes
+        ranks = stage.stage_index_to_group_rank
+        stage._send_meta = lambda meta, stage: _send_object(group, meta, ranks[stage])
+        stage._recv_meta = lambda stage: _receive_object(group, ranks[stage])
+
+
+def _through(group: Any, operations: Callable[[int], list[dist.P2POp]], microbatch: int) -> list[dist.P2POp]:
+    found = operations(microbatch)
+    for each in found:
+        each.group = group
+    return found
+
+
+def _send_object(group: Any, value: Any, rank: int) -> None:
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    for message in (torch.tensor([data.numel()]), data):
+        group.send([message], rank, 0).wait()
+
+
+def _receive_object(group: Any, rank: int) -> Any:
+    size = torch.empty(1, dtype=torch.int64)
+    group.recv([size], rank, 0).wait()
+    data = torch.empty(int(size), dtype=torch.uint8)
+    group.recv([data], rank, 0).wait()
+    return pickle.loads(data.numpy().tobytes())
+
+
+def forget_step(schedule: Any) -> None:
+    """Let a ``schedule`` of a pipeline forget a step that raised: losses, which the next one would take for its own,
+    receives, and what stages have told each other in the first step, which some may not have heard. Seen in 2.13."""
+    schedule._internal_losses.clear()
+    for name in ("fwd_recv_ops", "bwd_recv_ops"):
+        getattr(schedule, name, {}).clear()
+    for name in [n for n in vars(schedule) if n.startswith("_stage") and n.endswith("ward_initialized")]:
+        setattr(schedule, name, False)

@@ -1,0 +1,159 @@
+"""Connections between the stages of a pipeline that end where a rank raises, as those of the user's group do not.
+
+A rank of ``torch.distributed.pipelining`` waits for its neighbours in sends and receives of the group that its stages
+were given. Over gloo nothing but the end of a process ends such a wait, and one with a timeout closes the whole group,
+so that no rank can look about meanwhile. Here a rank that raises closes connections of ours, which ends the waits of
+its neighbours. These close theirs, so that it runs along the pipeline. Before the next step all meet and connect anew:
+nothing late is taken for a message of then.
+
+Gloo closes a connection with its last user, and each transfer that has not ended is one. torch keeps them in schedules,
+and tracebacks of caught errors do. So torch gets transfers of ours, and who hangs up drops what they hold.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerograph.core.errors import CollectiveMismatch
+from zerograph.runtime.comm.rendezvous import Rendezvous
+from zerograph.runtime.torch_private import closed_connection, gloo_group
+
+
+class Neighbours:
+    """The ranks along a pipeline, for sends and receives of ``torch.distributed.P2POp``, which takes them as a group.
+
+    Attributes:
+        rendezvous: how they meet after an error.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """All ranks of ``group``, the user's, call this; on ``device`` are the tensors that they send."""
+        self.rendezvous, self._device = Rendezvous.open(group, device), device
+        ranks = dist.get_process_group_ranks(group)
+        self._doing = (
+            f"in a step of the pipeline over ranks {str(ranks[:8])[1:-1]}{', ...' * (len(ranks) > 8)} of the job"
+        )
+        self._open: list[dist.ProcessGroup] = []  # one while it is connected; nobody else holds it
+        self._transfers = weakref.WeakSet[_Transfer]()
+        self.rendezvous.hang_up = partial(_hang_up, self._open, self._transfers)
+        self._connected, self._stepped, self._met = -1, 0, 0
+        self._follow()
+
+    def begin(self) -> None:
+        """A step of the pipeline begins, after an error once it does on all ranks.
+
+        Raises:
+            RankError: another rank does not come.
+        """
+        if self.rendezvous.failed:
+            self.rendezvous.meet()
+        self._follow()
+
+    def end(self, steps: int, trains: bool, met: int) -> None:
+        """Wait until all ranks have come to the end of a step: none goes on to the optimizer where another raises.
+
+        Args:
+            steps: of optimizers that this rank has taken.
+            trains: whether it has parameters for them.
+            met: how often the ranks of its stage have met after an error.
+
+        Raises:
+            RankError: another rank failed.
+            CollectiveMismatch: an error kept some stages from an optimizer step that others have taken.
+        """
+        took, met = steps != self._stepped, met + self.rendezvous.generation
+        counts = torch.tensor([trains and took, trains and not took, met != self._met], dtype=torch.int32)
+        self._begin("allreduce", [counts]).wait()
+        if bool(counts.all()):  # without an error before, stages may step as they like
+            raise CollectiveMismatch(
+                f"after an error {int(counts[0])} ranks of the pipeline have taken an optimizer step that "
+                f"{int(counts[1])} have not: stages are of different ages",
+                "load a checkpoint on all ranks, and let all catch the same errors around the schedule's step alone",
+            )
+        self._stepped, self._met = steps, met
+
+    def fail(self, reason: str) -> None:
+        """This rank failed: end what others wait for, and meet them at the next step."""
+        try:
+            self._follow()  # they wait for this rank to connect, and hear nothing meanwhile
+        finally:
+            self.rendezvous.fail(reason)
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Transfer:
+        """As of a process group."""
+        return self._begin("send", tensors, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Transfer:
+        """As of a process group."""
+        return self._begin("recv", tensors, rank, tag)
+
+    def lost(self, error: RuntimeError) -> BaseException:
+        """The error to raise where a transfer ended with ``error``.
+
+        Raises:
+            RankError: it did because another rank failed, which the message names.
+        """
+        self.rendezvous.check(self._doing)
+        closed = closed_connection(error)
+        return self.rendezvous.disconnected(self._doing, closed) if closed else error
+
+    def _begin(self, verb: str, *message: Any) -> _Transfer:
+        if not self._open:
+            raise self.lost(RuntimeError("this rank has hung up"))
+        try:
+            # No name for the group or its work: tracebacks keep those.
+            transfer = _Transfer(getattr(self._open[0], verb)(*message), self)
+        except RuntimeError as error:
+            raise self.lost(error) from None
+        self._transfers.add(transfer)
+        return transfer
+
+    def _follow(self) -> None:
+        """Connect in the rendezvous's generation, unless that was done, or tried."""
+        rendezvous = self.rendezvous
+        if self._connected == rendezvous.generation:
+            return
+        self._connected = rendezvous.generation
+        _hang_up(self._open, self._transfers)
+        store, timeout = rendezvous.store.raw, timedelta(seconds=rendezvous.timeout)
+        place = dist.PrefixStore(f"pipeline/{rendezvous.generation}", store)
+        self._open.append(gloo_group(place, rendezvous.rank, rendezvous.world_size, timeout, self._device, timeout))
+
+
+class _Transfer:
+    """A send or receive, as torch waits for it."""
+
+    def __init__(self, work: dist.Work, neighbours: Neighbours) -> None:
+        self.work: dist.Work | None = work
+        self._neighbours, self._ended = neighbours, False
+
+    def wait(self) -> bool:
+        """Wait until it has ended.
+
+        Raises:
+            RankError: another rank failed, or its connection closed.
+        """
+        if self._ended:
+            return True
+        try:
+            if self.work is None:
+                raise RuntimeError("this rank has hung up")
+            self.work.wait()
+        except RuntimeError as error:
+            raise self._neighbours.lost(error) from None
+        self.work, self._ended = None, True
+        return True
+
+
+def _hang_up(connected: list[dist.ProcessGroup], transfers: weakref.WeakSet[_Transfer]) -> None:
+    for transfer in list(transfers):
+        transfer.work = None
+    transfers.clear()
+    connected.clear()  # a group closes with its object
