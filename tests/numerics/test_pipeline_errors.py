@@ -5,19 +5,21 @@ Tests ``integrations/pipelining.py``.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from graphs import pipeline_with
 from numerics.test_caught_errors import TRAP, trapped
 from numerics.test_pipeline import WORLD, Case, Part, Training
-from ranks import run
+from ranks import RankFailure, run
 from torch import Tensor
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from zerograph.core.errors import RankError
+from zerograph.core.errors import CollectiveMismatch, RankError
 
 SOON = 15.0
 """Seconds in which all ranks raise, on a machine with more ranks than cores."""
@@ -118,3 +120,79 @@ def test_an_error_in_one_stage_is_one_of_all_ranks(schedule: type[Any], chunks: 
     case = replace(CASE, schedule=schedule, chunks=chunks)
     assert found == run(WORLD, _spared, list(range(len(FAULTS) + 1)), 2, case)
     assert len(found[-1]) == len(FAULTS) + 1
+
+
+def _first_steps(rank: int, place: str) -> list[float]:
+    """Errors before stages know each other's shapes: in the forward that asks for them, and while a rank compiles."""
+    ours = Training(CASE)
+    _failing(ours, 100, rank, place, ValueError("too early"))
+    ours.run([0, 1])
+    compiled = Training(replace(CASE, traced_once=False))
+
+    def broken(*_: Any) -> int:
+        raise ValueError("no compiler here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr("zerograph.compiler.rewrite.PIPELINE", pipeline_with("recompute", broken))
+        with pytest.raises(Exception, match="no compiler here"):
+            compiled.backward(100)
+    assert ours.losses == compiled.run([0, 1])[0]
+    return ours.losses
+
+
+@pytest.mark.parametrize(("rank", "place"), [(1, "forward 1"), (2, "backward 2")])
+def test_errors_in_the_first_step(rank: int, place: str) -> None:
+    assert run(WORLD, _first_steps, rank, place) == run(WORLD, _spared, [0, 1])
+
+
+def _optimizer_fails(ranks: tuple[int, ...]) -> list[str]:
+    """In a hook before the step, on some ranks of the first stage, which the others have behind them by then."""
+    ours, found = Training(CASE), list[str]()
+    ours.step(0)
+    ours.backward(1)
+
+    def hook(*_: Any) -> None:
+        raise ValueError("no step")
+
+    if dist.get_rank() in ranks:
+        ours.optimizer.register_step_pre_hook(hook)
+        with pytest.raises(ValueError, match="no step"):
+            ours.optimizer.step()
+    else:
+        ours.optimizer.step()
+    for seed in (2, 3, 4):
+        with pytest.raises((RankError, CollectiveMismatch)) as caught:
+            ours.backward(seed)
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_an_optimizer_that_fails_on_one_stage_leaves_stages_of_different_ages(ranks: tuple[int, ...]) -> None:
+    for rank, (first, second, third) in enumerate(run(WORLD, _optimizer_fails, ranks)):
+        assert "no rank takes this step" in first or "rank 0 failed" in first, (rank, first)
+        # Ranks of one stage compare their steps too, and are heard first.
+        differ = "stages are of different ages" if ranks == (0, 1) else "their shards are parts of different parameters"
+        assert differ in second and differ in third, (rank, second, third)
+
+
+def _killed(rank: int) -> None:
+    ours = Training(CASE)
+    ours.step(0)
+    if dist.get_rank() == rank:
+        os._exit(7)
+    begun = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ours.step(1)
+    assert time.monotonic() - begun < SOON
+    raise AssertionError(f"heard: {caught.value}")
+
+
+def test_a_killed_rank_ends_the_waits_of_all() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run(WORLD, _killed, 3)
+    heard = {rank: text.rpartition("AssertionError: ")[2] for rank, text in caught.value.ranks.items() if rank != 3}
+    assert heard.keys() == {0, 1, 2}
+    assert all(text.startswith("heard: ") for text in heard.values()), heard
+    assert any("lost rank" in text or "ended" in text for text in heard.values()), heard
