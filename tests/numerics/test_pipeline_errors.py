@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from graphs import pipeline_with
 from numerics.test_caught_errors import TRAP, trapped
-from numerics.test_pipeline import WORLD, Case, Part, Training
+from numerics.test_pipeline import MICROBATCHES, WORLD, Case, Part, Training
 from ranks import RankFailure, run
 from torch import Tensor
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from zerograph.core.errors import CollectiveMismatch, RankError
+from zerograph.integrations.pipelining import once_per_step
 
 SOON = 15.0
 """Seconds in which all ranks raise, on a machine with more ranks than cores."""
@@ -175,6 +178,27 @@ def test_an_optimizer_that_fails_on_one_stage_leaves_stages_of_different_ages(ra
         # Ranks of one stage compare their steps too, and are heard first.
         differ = "stages are of different ages" if ranks == (0, 1) else "their shards are parts of different parameters"
         assert differ in second and differ in third, (rank, second, third)
+
+
+def _evaluates() -> list[float]:
+    """A second schedule has the same stages, and an error in it ends the waits of all as well."""
+    ours = Training(CASE)
+    evaluation = ScheduleGPipe(ours.schedule._stage, MICROBATCHES)
+    once_per_step(evaluation, ours.backend)
+    inputs = (ours.rows(5),) if ours.first else ()
+    ours.step(0)
+    for failing in (True, False):
+        if failing and dist.get_rank() == 2:
+            TRAP.place, TRAP.error = "forward 3", ValueError("unseen")
+        expected = ValueError if dist.get_rank() == 2 else RankError
+        with torch.no_grad(), pytest.raises(expected, match="unseen") if failing else nullcontext():
+            evaluation.eval(*inputs)
+    ours.step(1)
+    return ours.losses
+
+
+def test_an_error_in_an_evaluation() -> None:
+    assert run(WORLD, _evaluates) == run(WORLD, _spared, [0, 1])
 
 
 def _killed(rank: int) -> None:

@@ -1,0 +1,95 @@
+"""Connections between the stages of a pipeline, on ranks that send and receive as torch's schedules do.
+
+Tests ``integrations/neighbours.py``.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+
+from zerograph.core.errors import CollectiveMismatch, RankError
+from zerograph.integrations.neighbours import Neighbours
+
+LARGE = 1 << 20
+"""Elements of a message that no buffer of the system takes: its send ends when the other rank receives."""
+
+
+def _connected() -> Neighbours:
+    assert dist.group.WORLD is not None
+    return Neighbours(dist.group.WORLD, torch.device("cpu"))
+
+
+def _operation(
+    neighbours: Neighbours, verb: str, value: float = 0.0, size: int = LARGE
+) -> tuple[torch.Tensor, dist.Work]:
+    """As a schedule begins a transfer with the other rank, of a pair."""
+    tensor, operation = torch.full((size,), value), dist.isend if verb == "send" else dist.irecv
+    made = dist.P2POp(operation, tensor, 1 - dist.get_rank())
+    made.group = neighbours
+    (work,) = dist.batch_isend_irecv([made])
+    return tensor, work
+
+
+def _one_fails(pending: str) -> list[float]:
+    """Rank 0 fails with a transfer under way, which torch still knows; rank 1 waits for something else."""
+    neighbours = _connected()
+    neighbours.begin()
+    tensor, work = _operation(neighbours, "send" if pending == "send" and dist.get_rank() == 0 else "recv")
+    begun = time.monotonic()
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+        neighbours.fail("ValueError: boom")
+        with pytest.raises(RankError, match="rank 0 failed: ValueError: boom"):
+            work.wait()  # it can never end
+        with pytest.raises(RankError, match="rank 0 failed: ValueError: boom"):
+            _operation(neighbours, "send")
+    else:
+        _, other = (tensor, work) if pending == "recv" else _operation(neighbours, "send", 2.0)
+        with pytest.raises(RankError, match=r"pipeline over ranks 0, 1 of the job: rank 0 failed: ValueError: boom"):
+            other.wait()
+        neighbours.fail("as rank 0 did")
+    assert time.monotonic() - begun < 10
+    neighbours.begin()
+    assert neighbours.rendezvous.generation == 1
+    received, works = [], []
+    for value in (3.0, 4.0):  # nothing of before comes in between
+        verbs = ("send", "recv") if dist.get_rank() == 0 else ("recv", "send")
+        found = [_operation(neighbours, verb, value) for verb in verbs]
+        works += [work for _, work in found]
+        received.append(found[verbs.index("recv")][0])
+    assert all(work.wait() for work in works * 2)  # a second wait for what has ended returns too
+    return [tensor.unique().item() for tensor in received]
+
+
+@pytest.mark.parametrize("pending", ["send", "recv"])
+def test_a_rank_that_fails_ends_waits_and_all_go_on(pending: str) -> None:
+    assert run(2, _one_fails, pending, timeout=60) == [[3.0, 4.0]] * 2
+
+
+def _ends() -> tuple[float, list[str]]:
+    neighbours, rank, found = _connected(), dist.get_rank(), list[str]()
+    neighbours.begin()
+    begun = time.monotonic()
+    time.sleep(0.5 * rank)
+    neighbours.end(steps=0, trains=True, met=0)
+    waited = time.monotonic() - begun
+    neighbours.end(steps=rank, trains=True, met=0)  # only rank 1 has stepped: without an error stages may take turns
+    neighbours.end(steps=rank, trains=rank == 0, met=1)  # none has stepped, after an error
+    neighbours.end(steps=2 * rank, trains=rank == 1, met=2)  # after another one, and rank 0 has nothing to train
+    for _ in range(2):
+        with pytest.raises(CollectiveMismatch) as caught:  # rank 0 alone has stepped, and knows of an error
+            neighbours.end(steps=2, trains=True, met=3 - rank)
+        found.append(str(caught.value))
+    neighbours.end(steps=2 + rank, trains=True, met=3)  # both have
+    return waited, found
+
+
+def test_a_step_ends_on_all_ranks_and_stages_of_different_ages_are_found() -> None:
+    for rank, (waited, found) in enumerate(run(2, _ends, timeout=60)):
+        assert rank == 1 or waited > 0.4
+        assert all("1 ranks of the pipeline have taken an optimizer step that 1 have not" in text for text in found)
