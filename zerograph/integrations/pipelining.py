@@ -76,7 +76,7 @@ def _reducing_last(stage: PipelineStage, backend: Backend) -> Callable[..., Any]
 def _connected(stages: Sequence[Any]) -> Neighbours | None:
     """The neighbours that ``stages`` of this rank send to and receive from from now on, where they do so over gloo."""
     first = stages[0]
-    group: dist.ProcessGroup = first.group or dist.group.WORLD
+    group: Any = first.group or dist.group.WORLD
     if group.size() == 1 or backend_name(group, torch.device(first.device)) != "gloo":
         return None
     known: Neighbours | None = getattr(first, _NEIGHBOURS, None)  # of another schedule of these stages
