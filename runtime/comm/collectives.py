@@ -33,10 +33,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @contextlib.contextmanager
-def together(comm: Communicator, entry: Entry) -> Iterator[None]:
-    """Enter and leave around the collectives of a block; an error in it is one on all ranks."""
+def together(comm: Communicator, entry: Entry, compared: bool = False) -> Iterator[None]:
+    """Enter and leave around the collectives of a block; an error in it is one on all ranks. ``compared`` as for
+    ``enter``."""
     try:
-        comm.enter(entry)
+        comm.enter(entry, compared=compared)
         yield
         comm.leave()
     except BaseException as error:

@@ -20,7 +20,7 @@ from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.optim.algorithms.stock import make_states
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.overlap import EarlySteps, overlapping
-from zerograph.optim.replicated import refuse_different_gradients, refuse_unaveraged_gradients
+from zerograph.optim.replicated import refuse_different_gradients, warn_of_unaveraged_gradients
 from zerograph.optim.tensors import names_in
 from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime import delayed
@@ -73,6 +73,7 @@ class OptimizerCheck:
         self._complete, self._why_reduced = complete, why_reduced
         self._params, self._replaced, self._skipped, self._accumulation = params, replaced, skipped, accumulation
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._compared: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._refused: ZeroGraphError | None = None  # on its way to the caller
         # torch's step hooks are global: they must not keep a backend that is gone.
         check = weakref.ref(self)
@@ -213,11 +214,12 @@ class OptimizerCheck:
         self._look_at(optimizer)
 
     def _look_at(self, optimizer: Optimizer, *, in_step: bool = True) -> None:
-        if self._holds_own(optimizer):
-            refuse_assigned()  # of any parameter: frozen models and targets are in no optimizer
+        # Frozen models and targets are in no optimizer: the first one looks at all parameters.
+        first = next(iter(self._passed), optimizer) is optimizer and self._holds_own(optimizer)
+        refuse_assigned(None if first else self._own(optimizer))
         foreign = {id(p) for p in params_in(optimizer.param_groups) if id(p) not in self._params and p.grad is not None}
-        looked_at = len(self._params), len(foreign)
-        if self._passed.get(optimizer) == looked_at:
+        known, looked_at = self._passed.get(optimizer), (len(self._params), len(foreign))
+        if known is not None and known[0] == looked_at[0] and known[1] >= looked_at[1]:
             return
         self._refuse_replaced(optimizer)
         self._refuse_skipped(optimizer, foreign)
@@ -226,8 +228,9 @@ class OptimizerCheck:
             self._refuse_local_gradients(optimizer, len(foreign))
         names = itertools.chain.from_iterable(names_in(group).items() for group in optimizer.param_groups)
         refuse_different_gradients(self._own(optimizer), dict(names))
-        if in_step:  # else inside of a program
-            self._refuse_unaveraged(optimizer)
+        if in_step and self._compared.get(optimizer) != len(self._params):  # else inside of a program
+            self._warn_of_unaveraged(optimizer)
+            self._compared[optimizer] = len(self._params)
         if optimizer not in self._passed:
             optimizer.register_load_state_dict_post_hook(self._after_load)
         self._passed[optimizer] = looked_at
@@ -269,13 +272,13 @@ class OptimizerCheck:
                 "requires_grad_(False)",
             )
 
-    def _refuse_unaveraged(self, optimizer: Optimizer) -> None:
+    def _warn_of_unaveraged(self, optimizer: Optimizer) -> None:
         """Asked for all that are outside of the backend, not for those with gradients: these may differ by rank."""
         device = next((local_tensor(p).device for p in self._own(optimizer)), None)
         outside = [p for p in params_in(optimizer.param_groups) if id(p) not in self._params and p.requires_grad]
         plain = [p for p in outside if not isinstance(p, DTensor)]
         if device is not None:
-            refuse_unaveraged_gradients(plain, self._communicator(), type(optimizer).__name__, device)
+            warn_of_unaveraged_gradients(plain, self._communicator(), type(optimizer).__name__, device)
 
     def _refuse_replaced(self, optimizer: Optimizer) -> None:
         old = sum(p in self._replaced for p in params_in(optimizer.param_groups))

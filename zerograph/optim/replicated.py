@@ -7,6 +7,7 @@ adds up, gets that of this rank's batch. Nothing adds these up, and each rank wo
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,6 +22,8 @@ from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, sequence_of
 from zerograph.runtime.joined import other_axis
 from zerograph.runtime.torch_private import local_tensor
+
+log = logging.getLogger(__name__)
 
 _TOLERANCE = 0.01
 """Of norms: parts of a gradient differ by more, and the rounding of kernels that are not deterministic by less."""
@@ -60,26 +63,23 @@ def refuse_different_gradients(params: Iterable[Tensor], names: Mapping[int, str
             )
 
 
-def refuse_unaveraged_gradients(
+def warn_of_unaveraged_gradients(
     params: Sequence[Tensor], comm: Communicator | None, optimizer: str, device: torch.device
 ) -> None:
-    """Compare norms of the gradients of ``params``, plain ones that no backend averages, over the ranks of ``comm``: in
-    a program of its own, so that ranks that do not all call this get an error and do not wait.
+    """Compare norms of the gradients of ``params``, plain ones that no backend averages, over the ranks of ``comm``, and
+    warn where they differ: in a program of its own, which ranks compare, so that none waits for those that have none.
 
     What DistributedDataParallel has averaged passes. Else the joint norm of a clipping, and whether a gradient is
-    finite, would differ between ranks too, and replicas of the model's own weights with them.
+    finite, would differ between ranks too, and replicas of the model's own weights with them, as under that.
 
     Args:
         device: where ``comm`` communicates from.
-
-    Raises:
-        UnsupportedError: ranks have different ones, on all of them.
     """
     if not params or comm is None or comm.world_size == 1:
         return
-    norms = [torch.zeros(()) if p.grad is None else p.grad.detach().float().norm().cpu() for p in params]
+    norms = [torch.zeros((), device="cpu") if p.grad is None else p.grad.detach().float().norm().cpu() for p in params]
     name = f"gradients of {len(params)} parameters outside of the model"
-    with together(comm, Entry(f"first step of {optimizer}", sequence_of([name]), comm.steps)):
+    with together(comm, Entry(f"first step of {optimizer}", sequence_of([name]), comm.steps), compared=True):
         found = of_all_ranks(comm, name, torch.stack(norms).double().to(device)).cpu().nan_to_num(math.inf, math.inf)
     most, least = found.max(0).values, found.min(0).values
     noise = _NOISE * float(most.nan_to_num(posinf=0.0).max())
@@ -87,12 +87,13 @@ def refuse_unaveraged_gradients(
     pairs = zip(least.tolist(), most.tolist(), strict=True)
     different = [high - low > max(low * _SAME, noise) for low, high in pairs]
     if any(different):
-        raise UnsupportedError(
-            f"{sum(different)} parameters of this {optimizer} are in no model of a backend and have another gradient "
-            f"on each rank, the first of shape {list(params[different.index(True)].shape)}: nobody averages them",
-            "compute the loss in the compiled module and let that own them, or average their gradients over ranks "
-            "before each step (DistributedDataParallel does)",
-        )
+        log.warning(
+            "%d parameters of this %s are in no model of a backend and have another gradient on each rank, the first of "
+            "shape %s: nobody averages them, and with clipping, or where one is not finite, ranks train other models\n\n"
+            "hint: compute the loss in the compiled module and let that own them, or average their gradients over ranks "
+            "before step() is called; parameters that shall differ by rank want an optimizer of their own",
+            sum(different), optimizer, list(params[different.index(True)].shape),
+        )  # fmt: skip
 
 
 def _is_whole(param: Tensor) -> bool:
