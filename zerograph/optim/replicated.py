@@ -66,8 +66,8 @@ def refuse_different_gradients(params: Iterable[Tensor], names: Mapping[int, str
 def warn_of_unaveraged_gradients(
     params: Sequence[Tensor], comm: Communicator | None, optimizer: str, device: torch.device
 ) -> None:
-    """Compare norms of the gradients of ``params``, plain ones that no backend averages, over the ranks of ``comm``, and
-    warn where they differ: in a program of its own, which ranks compare, so that none waits for those that have none.
+    """Compare norms of the gradients of ``params``, plain ones that no backend averages, over the ranks of ``comm``,
+    and warn where they differ: in a program of its own, which ranks compare, so none waits for those that have none.
 
     What DistributedDataParallel has averaged passes. Else the joint norm of a clipping, and whether a gradient is
     finite, would differ between ranks too, and replicas of the model's own weights with them, as under that.
@@ -88,10 +88,10 @@ def warn_of_unaveraged_gradients(
     different = [high - low > max(low * _SAME, noise) for low, high in pairs]
     if any(different):
         log.warning(
-            "%d parameters of this %s are in no model of a backend and have another gradient on each rank, the first of "
-            "shape %s: nobody averages them, and with clipping, or where one is not finite, ranks train other models\n\n"
-            "hint: compute the loss in the compiled module and let that own them, or average their gradients over ranks "
-            "before step() is called; parameters that shall differ by rank want an optimizer of their own",
+            "%d parameters of this %s are in no model of a backend and have another gradient on each rank, the first "
+            "of shape %s: nobody averages them, and with clipping, or where one is not finite, ranks train other "
+            "models\n\nhint: compute the loss in the compiled module and let that own them, or average their gradients "
+            "over ranks before step() is called; parameters that shall differ by rank want an optimizer of their own",
             sum(different), optimizer, list(params[different.index(True)].shape),
         )  # fmt: skip
 
