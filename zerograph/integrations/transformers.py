@@ -39,7 +39,8 @@ class ShardedTrainer(_Mixed):
         self._backend, self._state_dict_type = backend, state_dict_type
         super().__init__(*arguments, **options)
         self.is_fsdp_enabled = True  # Trainer then loads after sharding, and saves with Accelerate's functions
-        if hasattr(generation := getattr(self, "vllm_generation", None), "is_fsdp_enabled"):
+        generation: Any = getattr(self, "vllm_generation", None)
+        if hasattr(generation, "is_fsdp_enabled"):
             generation.is_fsdp_enabled = True  # TRL sends it whole weights then
         given = self.accelerator._next_backend = self.accelerator._given_backend
         if self._reads_loss_only and not given.config.loss_only:
