@@ -34,6 +34,7 @@ from zerograph.runtime.comm.collectives import (
 )
 from zerograph.runtime.comm.entry import Entry
 from zerograph.runtime.comm.rendezvous import Rendezvous
+from zerograph.runtime.torch_private import is_registered
 
 CPU = torch.device("cpu")
 TRANSPORTS = ["auto", "group", "hosts"]
@@ -222,28 +223,28 @@ class Splitting(dist.ProcessGroupGloo):
 
 
 def _bound_to_devices(folder: str) -> None:
-    """``init_process_group("nccl", device_id=...)``, a mesh of ranks 0 and 1, and nothing more from rank 2."""
+    """``init_process_group("nccl", device_id=...)`` twice, each time a mesh of ranks 0 and 1, and nothing more from
+    rank 2."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0)
-    stores = [dist.FileStore(f"{folder}/{name}", world) for name in ("nccl", "gloo")]
+    stores = [dist.FileStore(f"{folder}/{name}", world) for name in ("nccl", "nccl again", "gloo")]
     dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_NCCL_AVAILABLE", True)
         patch.setattr(dist.distributed_c10d, "ProcessGroupNCCL", Splitting, raising=False)
-        dist.init_process_group("nccl", store=stores[0], rank=rank, world_size=world)
-        dist.group.WORLD.bound_device_id = device
-        group = dist.new_group([0, 1])
-        if rank < 2:
-            comm = GroupCommunicator(group, device)
-            assert comm.reduce_group is not group and comm.reduce_group.size() == 2
-            assert Splitting.made[-1].connected == device, "the first reduction does not have to"
-            assert dist.group.WORLD.bound_device_id == device
-            made = len(Splitting.made)
-            assert GroupCommunicator(group, device).reduce_group is comm.reduce_group
-            assert len(Splitting.made) == made, "another backend has a communicator of its own"
-            dist.destroy_process_group(comm.reduce_group)
-            assert GroupCommunicator(group, device).reduce_group is not comm.reduce_group, "that is no more"
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", store=stores[1], rank=rank, world_size=world)
+        for store in stores[:2]:
+            dist.init_process_group("nccl", store=store, rank=rank, world_size=world)
+            dist.group.WORLD.bound_device_id = device
+            group = dist.new_group([0, 1])
+            if rank < 2:
+                comm, made = GroupCommunicator(group, device), len(Splitting.made)
+                assert comm.reduce_group is not group and comm.reduce_group.size() == 2
+                assert is_registered(comm.reduce_group), "it is not that of the groups before"
+                assert Splitting.made[-1].connected == device, "the first reduction does not have to"
+                assert dist.group.WORLD.bound_device_id == device
+                assert GroupCommunicator(group, device).reduce_group is comm.reduce_group
+                assert len(Splitting.made) == made, "another backend has a communicator of its own"
+            dist.destroy_process_group()
+    dist.init_process_group("gloo", store=stores[2], rank=rank, world_size=world)
 
 
 def test_the_group_of_reductions_is_made_by_its_own_ranks(tmp_path: Path) -> None:
