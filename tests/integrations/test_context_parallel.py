@@ -374,3 +374,22 @@ def _refused() -> None:
 
 def test_what_no_mask_can_say_is_refused() -> None:
     run(2, _refused)
+
+
+def _torchs_ring() -> None:
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    net = Net(32, 1, HEADS)
+    net.compile(backend=zerograph.backend(stage=3, compute="eager"))
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    with (
+        context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]),
+        pytest.raises(NotImplementedError, match="_scaled_dot_product_flash_attention_for_cpu"),
+    ):
+        net(ids, ids)
+
+
+def test_torchs_ring_has_no_attention_for_cpus() -> None:
+    """As docs/guide/limits.md says: a torch in which it has one fails here."""
+    run(2, _torchs_ring)
