@@ -36,9 +36,9 @@ RENEWED_AFTER = 60
 PRELOADED = [
     "torch", "zerograph.compiler.driver", "zerograph.api", "zerograph.optim", "torch.distributed.checkpoint.state_dict",
     "safetensors.torch", "torch._dynamo.backends.inductor", "torch._inductor.fx_passes.fuse_attention", "pytest",
-    "hypothesis",
+    "hypothesis", "warmed",
 ]  # fmt: skip
-"""What the server of ranks imports: else each group of them would, which takes a second of every rank."""
+"""What the server of ranks imports: else each of them would, and compile its first model three times as long."""
 
 
 class RankFailure(AssertionError):
@@ -150,9 +150,11 @@ def server() -> mp.context.ForkServerContext:
     there is a GPU: answered by CUDA and not by NVML, no process forked from here could use one."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(Path(__file__).parent), *paths])))
         ensure_running()
     return context
 
