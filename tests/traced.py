@@ -153,7 +153,9 @@ class TracedOnce:
     def _key(self, given: Iterable[Any]) -> tuple[Any, ...]:
         config, ranks = self.backend.config, self.backend._adoption.ranks
         assert ranks is not None
-        values = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in given)
+        values = tuple(
+            (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in given
+        )
         leaves = ranks.size == 1 and config.offloads  # else a lone rank splits nothing
         options = config.sharding == 0, config.dtype, config.reduce_dtype, config.loss_only, leaves
         # Ranks of other numbers have other shards.
