@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -315,6 +316,8 @@ class StepsByDot(torch.optim.Optimizer):
         self.read = read
 
     def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
         for group in self.param_groups:
             for p in group["params"]:
                 p.data.add_(p.grad.data, alpha=-group["lr"] * self.read(p))
@@ -329,14 +332,20 @@ def _of_rows_of_all(p: Tensor) -> float:
     return torch.dot(p.grad.flatten(), p.data.flatten()).full_tensor().item()
 
 
+def _logs(model: nn.Module, seen: list[float]) -> None:
+    seen.append(_of_own_rows(model.get_parameter("left.weight")))
+
+
 def _numbers_of_own_rows() -> None:
     for read in (_of_rows_of_all, _of_own_rows):
         model, _ = made(3)
         optimizer = StepsByDot(model.left.parameters(), read)
         loss(model, 1).backward()
         if read is _of_own_rows:
+            seen = list[float]()
             with pytest.raises(UnsupportedError, match=r"StepsByDot.step\(\) reads a number of this rank's rows alone"):
-                optimizer.step()
+                optimizer.step(functools.partial(_logs, model, seen))
+            assert len(seen) == 1  # a closure may
         else:
             optimizer.step()
         _of_own_rows(model.get_parameter("left.weight"))  # outside of a step it is read as ever

@@ -78,10 +78,11 @@ class OptimizerCheck:
         # torch's step hooks are global: they must not keep a backend that is gone.
         check = weakref.ref(self)
 
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
+        def before_step(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             live = check()
             if live is not None:
                 live._begins(optimizer)
+            return _with_closure_outside(optimizer, args, kwargs) if optimizer in _STEPPING else (args, kwargs)
 
         def after_step(optimizer: Optimizer, *_: Any) -> None:
             live = check()
@@ -304,6 +305,25 @@ class OptimizerCheck:
             )
 
 
+def _with_closure_outside(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a step, whose closure is the user's code: that may read numbers of rows, to log them."""
+
+    def outside(value: Any) -> Any:
+        if value is optimizer or not callable(value):
+            return value
+
+        def closure() -> Any:
+            _STEPPING.discard(optimizer)
+            try:
+                return value()
+            finally:
+                _STEPPING.add(optimizer)
+
+        return closure
+
+    return tuple(map(outside, args)), {name: outside(value) for name, value in kwargs.items()}
+
+
 def _refuse_own_number(op: Any, args: tuple[DTensor], _: dict[str, Any]) -> Any:
     """``tensor.item()``, which reads this rank's part: step sizes, and then the model, would differ between ranks.
 
@@ -317,6 +337,6 @@ def _refuse_own_number(op: Any, args: tuple[DTensor], _: dict[str, Any]) -> Any:
             f"{type(optimizer).__name__}.step() reads a number of this rank's rows alone (.item() of a DTensor, as of "
             "a dot product or a norm), and would step by another size on every rank",
             "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0; Prodigy and D-Adaptation "
-            "add up over ranks with fsdp_in_use=True; in a closure, zerograph.norms(model) has norms to log",
+            "add up over ranks with fsdp_in_use=True",
         )
     return op(local_tensor(tensor))
