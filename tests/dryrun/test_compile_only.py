@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.core.errors import UnsupportedError
 from zerograph.core.program import Program
-from zerograph.dryrun.compile_only import compile_only
+from zerograph.dryrun.compile_only import compile_only, simulated_rank
+from zerograph.runtime.dtensors import own_slices
 
 pytestmark = pytest.mark.costly
 
@@ -118,3 +119,11 @@ def test_inputs_may_be_lists_and_dicts_of_tensors() -> None:
     given = [torch.ones(2, 4), torch.ones(2, 4)], {"y": torch.ones(2, 4)}
     found = compile_only(lambda: (Detector(4, 4), given), world_size=2, sizes={"batch": 3}, programs=False)
     assert found.tokens == 3
+
+
+def test_a_process_that_trains_next_has_its_own_rows() -> None:
+    for rank in (0, 1):
+        with simulated_rank(rank, 2):
+            model = nn.Linear(4, 4, device="meta")
+            zerograph.shard(model, zerograph.backend(stage=3))
+            assert own_slices(model.weight.detach())[0] == slice(2 * rank, 2 * rank + 2)

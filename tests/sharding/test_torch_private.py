@@ -377,3 +377,9 @@ def test_a_writer_of_checkpoints_tells_which_files_there_are(tmp_path: Path) -> 
     found: list[str] = []
     dcp.save({"one": torch.ones(2)}, storage_writer=Writer(tmp_path), no_dist=True)
     assert found == ["__0_0.distcp"]
+
+
+def test_meshes_are_forgotten() -> None:
+    cached = torch.distributed.tensor.debug._get_python_sharding_prop_cache_info
+    torch_private.forget_meshes()
+    assert cached().currsize == 0

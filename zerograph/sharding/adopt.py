@@ -27,6 +27,7 @@ from zerograph.runtime.comm.axes import axes_of
 from zerograph.sharding.torch_private import (
     backend_given,
     called_model,
+    forget_meshes,
     modules_read_through,
     original,
     place_on,
@@ -205,7 +206,9 @@ def one_mesh(mesh: DeviceMesh) -> DeviceMesh:
     axes = axes_of(mesh)
     key = axes.name, hash(mesh)
     first = _MESHES.setdefault(key, mesh)
-    if axes_of(first) != axes:  # of a group that was destroyed; names are used again
+    # Of a group that was destroyed: names are used again, and this process may be another rank than in a dry run.
+    if axes_of(first) != axes or first.get_coordinate() != mesh.get_coordinate():
+        forget_meshes()
         first = _MESHES[key] = mesh
     return first if first == mesh else mesh
 

@@ -33,7 +33,7 @@ from torch._dynamo.utils import get_compilation_metrics
 from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd as AOTDispatchAutograd
 from torch._guards import Guard, TracingContext
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 from torch.utils import _pytree
 
@@ -383,6 +383,11 @@ def metadata_file(writer: FileSystemWriter) -> Path | None:
     if not isinstance(writer.fs, FileSystem):
         return None
     return Path(writer._get_metadata_path(None if writer.use_collectives else writer.rank))
+
+
+forget_meshes = debug._clear_sharding_prop_cache
+"""Empty DTensor's caches of how operators shard, which give results the first of equal meshes. A mesh knows the rank that
+it was made on. Seen in 2.11, 2.13."""
 
 
 def handle_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
