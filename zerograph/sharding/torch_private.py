@@ -386,8 +386,8 @@ def metadata_file(writer: FileSystemWriter) -> Path | None:
 
 
 forget_meshes = debug._clear_sharding_prop_cache
-"""Empty DTensor's caches of how operators shard, which give results the first of equal meshes. A mesh knows the rank that
-it was made on. Seen in 2.11, 2.13."""
+"""Empty DTensor's caches of how operators shard, which give results the first of equal meshes. A mesh knows the rank
+that it was made on. Seen in 2.11, 2.13."""
 
 
 def handle_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
