@@ -169,6 +169,6 @@ def noticed(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
 def shared(group: dist.ProcessGroup, value: T) -> list[T]:
     """``value`` of every rank of ``group``, by rank; all call this."""
     values: list[Any] = [None] * group.size()
-    with noticed(group, "at the first call of a compiled model or in zerograph.shard()"):
+    with noticed(group, "at the first call of a compiled model, in zerograph.shard() or in once_per_step()"):
         dist.all_gather_object(values, value, group=group)
     return values

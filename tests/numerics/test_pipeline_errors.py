@@ -9,6 +9,7 @@ import os
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 from graphs import pipeline_with
 from numerics.test_caught_errors import TRAP, trapped
-from numerics.test_pipeline import MICROBATCHES, WORLD, Case, Part, Training
-from ranks import RankFailure, run
+from numerics.test_pipeline import MICROBATCHES, WORLD, Case, Part, Training, inside
+from ranks import RankFailure, refused, run
 from torch import Tensor
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -200,6 +201,27 @@ def _evaluates() -> list[float]:
 
 def test_an_error_in_an_evaluation() -> None:
     assert run(WORLD, _evaluates) == run(WORLD, _spared, [0, 1])
+
+
+def _updated_early(path: str) -> str:
+    """Rank 0 fails when the last backwards of all ranks have updated parameters inside of them."""
+    nvme = {"offload": "parameters", "path": path}
+    ours = Training(Case(once=True, optimizer=inside, scales=False, options=nvme))
+    ours.step(0)
+    if dist.get_rank() == 0:
+
+        def fails(*_: Any) -> None:
+            raise ValueError("too late")
+
+        ours.schedule._stage.perform_reduce_grad = fails
+    with pytest.raises(ValueError if dist.get_rank() == 0 else RankError, match="too late"):
+        ours.backward(1)
+    return refused(ours.optimizer.step)
+
+
+def test_what_backwards_have_updated_is_not_trained_on(tmp_path: Path) -> None:
+    for message in run(WORLD, _updated_early, str(tmp_path)):
+        assert "a step of the pipeline failed after a backward in it had updated parameters" in message
 
 
 def _killed(rank: int) -> None:

@@ -20,7 +20,8 @@ from zerograph.core.errors import RankError, UnsupportedError
 from zerograph.integrations.neighbours import Neighbours
 from zerograph.integrations.torch_private import forget_step, send_through
 from zerograph.optim.overlap import overlapping
-from zerograph.runtime.comm.entry import reason_of
+from zerograph.runtime.comm.collectives import together
+from zerograph.runtime.comm.entry import Entry, reason_of
 from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.torch_private import backend_name
 
@@ -32,7 +33,8 @@ def once_per_step(schedule: PipelineScheduleSingle | PipelineScheduleMulti, back
     Gradients of all microbatches but the last stay on their rank, whole. Without this each microbatch's backward
     reduces, and its forward gathers, which takes less memory and sends more.
 
-    A step raises the error of a stage by its own class, with the text of torch's RuntimeError around it as a note.
+    A step raises the error of a stage by its own class, with the text of torch's RuntimeError around it as a note. Over
+    gloo it raises on all ranks of all stages, who all call this function.
 
     Args:
         schedule: whose stages are compiled, before its first step.
@@ -130,9 +132,12 @@ def _together(stages: Sequence[PipelineStage], backend: Backend, neighbours: Nei
             _refuse_failed(comm.rendezvous, neighbours.rendezvous)
         neighbours.begin()
         yield
-        comm = backend._adoption.communicator
+        comm, steps = backend._adoption.communicator, backend._steps.own
+        if comm is not None:  # of its stage, who run no program any more where one fails behind the last
+            with together(comm, Entry("end of a schedule", 0, steps)):
+                pass
         trains = any(param.requires_grad for stage in stages for param in stage.submod.parameters())
-        neighbours.end(backend._steps.own, trains, comm.generation if comm is not None else 0)
+        neighbours.end(steps, trains, comm.generation if comm is not None else 0)
     except BaseException as error:
         reason, comm = reason_of(_unwrapped(error)), backend._adoption.communicator
         try:
@@ -140,7 +145,17 @@ def _together(stages: Sequence[PipelineStage], backend: Backend, neighbours: Nei
         finally:
             if comm is not None:
                 comm.abort(reason)
+        _abandon_updates(stages)
         raise
+
+
+def _abandon_updates(stages: Sequence[PipelineStage]) -> None:
+    """What last backwards have updated (``overlap=True``) cannot be taken back, where other stages have not come to
+    theirs: nothing goes on before a checkpoint is loaded."""
+    own = {id(param) for stage in stages for param in stage.submod.parameters()}
+    for early in overlapping():
+        if not own.isdisjoint(early.updated):
+            early.abandon("a step of the pipeline failed after a backward in it had updated parameters")
 
 
 def _refuse_failed(stage: Rendezvous, pipeline: Rendezvous) -> None:
