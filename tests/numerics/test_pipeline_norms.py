@@ -126,17 +126,40 @@ def test_a_stage_that_a_scaler_tells_to_skip_lets_no_other_wait() -> None:
     assert len({norm for _, norm in found}) == 1
 
 
-def _states_of_one_stage() -> list[float]:
+def _warms_up(still: list[str]) -> list[list[float]]:
+    """Norms of two steps, the first of which has learning rates of 0, on one stage or both."""
+    found = []
+    for stages in still:
+        training, norms = with_stages(Case(optimizer=native, once=True)), list[float]()
+        (group,) = training.optimizer.param_groups
+        for rate in (0.0, 0.1):
+            group["lr"] = rate if stages == "both" or training.first else 0.1
+            training.backward(0)
+            training.optimizer.step(clip=CLIP)
+            training.optimizer.zero_grad()
+            norms.append(training.optimizer.grad_norm)
+        found.append(norms)
+    return found
+
+
+def test_the_first_step_of_a_warm_up_knows_all_stages() -> None:
+    for both, first in run(WORLD, _warms_up, ["both", "first"], timeout=120):
+        assert both == pytest.approx([truth()[2][0]] * 2, rel=1e-4)  # nothing moved before the second one
+        assert first[0] == pytest.approx(truth()[2][0], rel=1e-4)
+
+
+def _states_of_one_stage() -> tuple[list[float], list[float]]:
     """DCP takes a step with learning rates of 0 where there are no states yet, here on the ranks of one stage alone."""
-    training = with_stages(Case(optimizer=native, once=True))
+    training, other = with_stages(Case(optimizer=native, once=True)), with_stages(Case(optimizer=native, once=True))
     if training.first:
         get_optimizer_state_dict(training.model, training.optimizer)
-    return training.run()[0]
+    return training.run()[0], other.run()[0]
 
 
 def test_states_that_one_stage_asks_for_let_no_other_wait() -> None:
-    found = run(WORLD, _states_of_one_stage, timeout=60)
-    assert found[-1]
+    for ours, without in run(WORLD, _states_of_one_stage, timeout=60):
+        assert ours == without
+    assert len(without) == 3  # of the last stage
 
 
 def _wrong() -> tuple[str, str]:

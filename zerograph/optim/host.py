@@ -276,7 +276,7 @@ class HostOptimizer(Optimizer):
         scale = float(asked.scale())
         if not asked.takes_norm:
             return None if found_inf else Factor(1.0 / scale)
-        split, replicated = self._sums_of_squares(rows)
+        split, replicated = self._sums_of_squares(rows, asked)
         self._grad_norm = norm = math.sqrt(float(split) + float(replicated)) / scale
         return None if found_inf else asked.decided(norm, scale)  # not before: other stages wait for the norm of this
 
@@ -296,7 +296,7 @@ class HostOptimizer(Optimizer):
     def _factor_there(self, rows: Sequence[UpdateRow], asked: Asked) -> Factor:
         scale, norm = asked.scale(there=True), None
         if asked.takes_norm:
-            split, replicated = self._sums_of_squares(rows)
+            split, replicated = self._sums_of_squares(rows, asked)
             self._grad_norm = norm = (split + replicated).sqrt() / scale
         factor = asked.decided_there(norm, scale)
         if factor.nonfinite is not None:
@@ -304,7 +304,7 @@ class HostOptimizer(Optimizer):
             self._skipped_there = factor.nonfinite if before is None else before + factor.nonfinite
         return factor
 
-    def _sums_of_squares(self, rows: Sequence[UpdateRow]) -> tuple[Tensor, Tensor]:
+    def _sums_of_squares(self, rows: Sequence[UpdateRow], asked: Asked) -> tuple[Tensor, Tensor]:
         """The sums of squares of all ranks' split gradients, and of their replicated ones, in one pass over this rank's
         and one scalar reduction along each axis; with other stages, all in the first."""
         split: dict[Groups, Tensor] = {}
@@ -323,10 +323,15 @@ class HostOptimizer(Optimizer):
         if own:
             total = over_our_ranks(total, self.communicator(), ours, f"update by {type(self).__name__}")
         replicated = sum(rest, replicated.to(rest[0].device) if rest else replicated)
-        if self.stages is None or not moving_groups(self.param_groups):  # a step of DCP's, on some ranks
+        if self.stages is None or self._makes_states(asked, total + replicated):
             return total, replicated
         both = over_stages(total + replicated, self.stages, groups)
         return both, both.new_zeros(())
+
+    def _makes_states(self, asked: Asked, squares: Tensor) -> bool:
+        """Whether this is DCP's first step, of zeros, perhaps on the ranks of one stage alone: no first one of a warm-up,
+        whose norm other stages wait for."""
+        return not (self.state or asked.scales or asked.clip or moving_groups(self.param_groups) or float(squares))
 
     def _squares(self, rows: Sequence[UpdateRow], over: Groups) -> Tensor:
         """Sum of squares of this rank's gradients, of those that are split ``over`` these ranks."""
