@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.integrations.neighbours import Neighbours
+from zerograph.integrations.torch_private import send_through
 
 LARGE = 1 << 20
 """Elements of a message that no buffer of the system takes: its send ends when the other rank receives."""
@@ -71,8 +74,38 @@ def test_a_rank_that_fails_ends_waits_and_all_go_on(pending: str) -> None:
     assert run(2, _one_fails, pending, timeout=60) == [[3.0, 4.0]] * 2
 
 
+def _told() -> str:
+    """What a stage tells another of shapes, where a schedule has given these other ranks, beside a default device."""
+    neighbours, rank = _connected(), dist.get_rank()
+    neighbours.begin()
+    stage = PipelineStage(nn.Linear(2, 2), rank, 2, torch.device("cpu"))
+    stage.stage_index_to_group_rank = {0: 1, 1: 0}
+    send_through(stage, neighbours)
+    stage.stage_index_to_group_rank = {0: 0, 1: 1}
+    torch.set_default_device("meta")  # which keeps no numbers
+    told = "2 x 3"
+    if rank == 0:
+        stage._send_meta(told, 1)
+    else:
+        told = stage._recv_meta(0)
+    neighbours.end(steps=0, trains=True, met=0)
+    return told
+
+
+def test_stages_tell_each_other_shapes() -> None:
+    assert run(2, _told, timeout=60) == ["2 x 3"] * 2
+
+
 def _ends() -> tuple[float, list[str]]:
     neighbours, rank, found = _connected(), dist.get_rank(), list[str]()
+    unheld = _connected()
+    unheld.begin()
+    for steps in range(3):  # no optimizer holds what rank 0 has, and each step is one after an error
+        unheld.end(steps=steps * rank, trains=True, met=steps)
+    if rank == 0:
+        unheld.takes_steps = True  # its first one failed
+    with pytest.raises(CollectiveMismatch, match="of different ages"):
+        unheld.end(steps=3 * rank, trains=True, met=3)
     neighbours.begin()
     begun = time.monotonic()
     time.sleep(0.5 * rank)

@@ -20,9 +20,10 @@ from numerics.test_caught_errors import TRAP, trapped
 from numerics.test_pipeline import MICROBATCHES, WORLD, Case, Part, Training, inside
 from ranks import RankFailure, refused, run
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from zerograph.core.errors import CollectiveMismatch, RankError
+from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
 from zerograph.integrations.pipelining import once_per_step
 
 SOON = 15.0
@@ -180,6 +181,46 @@ def test_an_optimizer_that_fails_on_one_stage_leaves_stages_of_different_ages(ra
         # Ranks of one stage compare their steps too, and are heard first.
         differ = "stages are of different ages" if ranks == (0, 1) else "their shards are parts of different parameters"
         assert differ in second and differ in third, (rank, second, third)
+
+
+def _too_few_rows() -> list[float]:
+    """Stage 0 fails before stages agree on whether to tell shapes, which they do in the first step, after an error and
+    behind an evaluation; and before all that in its own check of arguments."""
+    ours = Training(CASE)
+    stage, backend = ours.schedule._stage, ours.backend
+    parts = PipelineStage(stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group)
+    evaluation = ScheduleGPipe(parts, MICROBATCHES)  # of stages of its own
+    once_per_step(evaluation, backend)
+    assert parts._zg_neighbours is stage._zg_neighbours  # one rendezvous
+    own = dist.get_rank() == 0
+
+    def fails(step: Any, match: str, error: type[BaseException]) -> None:
+        begun = time.monotonic()
+        with pytest.raises(error if own else RankError, match=match):
+            step()
+        assert time.monotonic() - begun < SOON
+
+    def too_few(schedule: Any) -> Any:
+        rows = (ours.rows(5)[: 1 if own else None],) if ours.first else ()
+        return lambda: schedule(*rows, **({"target": ours.rows(5)} if ours.last else {}))
+
+    def held() -> None:
+        with backend.no_sync() if own else nullcontext():
+            ours.backward(5)
+
+    fails(too_few(ours.schedule.step), "arg_mbs", ValueError)
+    ours.step(0)
+    with torch.no_grad():
+        fails(too_few(evaluation.eval), "arg_mbs", ValueError)
+        evaluation.eval(*((ours.rows(5),) if ours.first else ()))
+    fails(held, "no_sync", ConfigError)
+    ours.optimizer.zero_grad()
+    ours.step(1)
+    return ours.losses
+
+
+def test_an_error_before_stages_agree_on_shapes() -> None:
+    assert run(WORLD, _too_few_rows, timeout=120) == run(WORLD, _spared, [0, 1])
 
 
 def _evaluates() -> list[float]:

@@ -31,6 +31,7 @@ class Neighbours:
 
     Attributes:
         rendezvous: how they meet after an error.
+        takes_steps: whether this rank's stage has shown that it takes optimizer steps.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -43,7 +44,7 @@ class Neighbours:
         self._open: list[dist.ProcessGroup] = []  # one while it is connected; nobody else holds it
         self._transfers = weakref.WeakSet[_Transfer]()
         self.rendezvous.hang_up = partial(_hang_up, self._open, self._transfers)
-        self._connected, self._stepped, self._met = -1, 0, 0
+        self._connected, self._stepped, self._met, self.takes_steps = -1, 0, 0, False
         self._follow()
 
     def begin(self) -> None:
@@ -69,15 +70,25 @@ class Neighbours:
             CollectiveMismatch: an error kept some stages from an optimizer step that others have taken.
         """
         took, met = steps != self._stepped, met + self.rendezvous.generation
-        counts = torch.tensor([trains and took, trains and not took, met != self._met], dtype=torch.int32)
-        self._begin("allreduce", [counts]).wait()
-        if bool(counts.all()):  # without an error before, stages may step as they like
+        late = trains and not took and self.takes_steps  # not a stage that no optimizer holds
+        stepped, waiting, failed = self.total([trains and took, late, met != self._met])
+        if stepped and waiting and failed:  # without an error before, stages may step as they like
             raise CollectiveMismatch(
-                f"after an error {int(counts[0])} ranks of the pipeline have taken an optimizer step that "
-                f"{int(counts[1])} have not: stages are of different ages",
+                f"after an error {stepped} ranks of the pipeline have taken an optimizer step that "
+                f"{waiting} have not: stages are of different ages",
                 "load a checkpoint on all ranks, and let all catch the same errors around the schedule's step alone",
-            )
-        self._stepped, self._met = steps, met
+            )  # and again in each step: the next one finds what this one did, until a checkpoint is loaded
+        self._stepped, self._met, self.takes_steps = steps, met, self.takes_steps or took
+
+    def total(self, numbers: list[int]) -> list[int]:
+        """``numbers`` added up over all ranks, who all call this.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        counts = torch.tensor(numbers, dtype=torch.int32, device="cpu")  # whatever the user's default device is
+        self._begin("allreduce", [counts]).wait()
+        return counts.tolist()
 
     def fail(self, reason: str) -> None:
         """This rank failed: end what others wait for, and meet them at the next step."""

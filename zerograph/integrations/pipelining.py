@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from zerograph.api import Backend, refuse_other_backends
 from zerograph.core.arguments import require
 from zerograph.core.errors import RankError, UnsupportedError
 from zerograph.integrations.neighbours import Neighbours
-from zerograph.integrations.torch_private import forget_step, send_through
+from zerograph.integrations.torch_private import forget_step, send_through, vote_by
 from zerograph.optim.overlap import overlapping
 from zerograph.runtime.comm.collectives import together
 from zerograph.runtime.comm.entry import Entry, reason_of
@@ -54,7 +55,9 @@ def once_per_step(schedule: PipelineScheduleSingle | PipelineScheduleMulti, back
     )
     _refuse_divided_backwards(schedule)
     stages: list[Any] = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
-    neighbours = _connected(stages)
+    neighbours = _connected(stages, backend)
+    if neighbours is not None:
+        vote_by(schedule, neighbours.total)
     for stage in stages:
         stage.backward_maybe_with_nosync = _reducing_last(stage, backend)
     schedule.step = _one_schedule(schedule, stages, backend, neighbours)  # type: ignore[method-assign]
@@ -75,23 +78,25 @@ def _reducing_last(stage: PipelineStage, backend: Backend) -> Callable[..., Any]
     return run
 
 
-def _connected(stages: Sequence[Any]) -> Neighbours | None:
+def _connected(stages: Sequence[Any], backend: Backend) -> Neighbours | None:
     """The neighbours that ``stages`` of this rank send to and receive from from now on, where they do so over gloo."""
     first = stages[0]
     group: Any = first.group or dist.group.WORLD
     if group.size() == 1 or backend_name(group, torch.device(first.device)) != "gloo":
         return None
-    known: Neighbours | None = getattr(first, _NEIGHBOURS, None)  # of another schedule of these stages
-    if known is not None:
-        return known
-    neighbours = Neighbours(group, torch.device(first.device))
+    known = _NEIGHBOURS.setdefault(backend, weakref.WeakKeyDictionary())
+    if group not in known:  # else another schedule has connected it
+        known[group] = Neighbours(group, torch.device(first.device))
     for stage in stages:
-        send_through(stage, neighbours)
-        setattr(stage, _NEIGHBOURS, neighbours)
-    return neighbours
+        if getattr(stage, _SENDS_THROUGH, None) is not known[group]:
+            send_through(stage, known[group])
+            setattr(stage, _SENDS_THROUGH, known[group])
+    return known[group]
 
 
-_NEIGHBOURS = "_zg_neighbours"
+_NEIGHBOURS = weakref.WeakKeyDictionary[Backend, weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours]]()
+"""Of one backend, whose optimizer steps they compare."""
+_SENDS_THROUGH = "_zg_neighbours"
 
 
 def _one_schedule(
@@ -101,11 +106,11 @@ def _one_schedule(
 
     @functools.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if schedule._has_backward:
-            _refuse_beside(schedule, stages, backend)
         with backend._accumulation.one_schedule():
             try:
                 with _together(stages, backend, neighbours):
+                    if schedule._has_backward:
+                        _refuse_beside(schedule, stages, backend)
                     return step(*args, **kwargs)
             except BaseException as error:
                 forget_step(schedule)
@@ -129,7 +134,7 @@ def _together(stages: Sequence[PipelineStage], backend: Backend, neighbours: Nei
     try:
         comm = backend._adoption.communicator
         if comm is not None and comm.rendezvous is not None:
-            _refuse_failed(comm.rendezvous, neighbours.rendezvous)
+            _refuse_failed(comm.rendezvous, neighbours)
         neighbours.begin()
         yield
         comm, steps = backend._adoption.communicator, backend._steps.own
@@ -158,12 +163,13 @@ def _abandon_updates(stages: Sequence[PipelineStage]) -> None:
             early.abandon("a step of the pipeline failed after a backward in it had updated parameters")
 
 
-def _refuse_failed(stage: Rendezvous, pipeline: Rendezvous) -> None:
+def _refuse_failed(stage: Rendezvous, pipeline: Neighbours) -> None:
     """Raises:
     RankError: the ranks of this one's ``stage`` know of an error that those along the ``pipeline`` do not. All drop
         this batch, so that first and last stage have the same one in the next step.
     """
-    if stage.failed and not pipeline.failed:
+    if stage.failed and not pipeline.rendezvous.failed:
+        pipeline.takes_steps = True  # its first one may be what failed
         raise RankError(
             "ranks of this stage failed outside of the schedule, as in the step of an optimizer, of which other stages "
             "hear only now: no rank takes this step",
