@@ -88,7 +88,8 @@ class Neighbours:
         """
         counts = torch.tensor(numbers, dtype=torch.int32, device="cpu")  # whatever the user's default device is
         self._begin("allreduce", [counts]).wait()
-        return counts.tolist()
+        sums: list[int] = counts.tolist()
+        return sums
 
     def fail(self, reason: str) -> None:
         """This rank failed: end what others wait for, and meet them at the next step."""

@@ -329,8 +329,8 @@ class HostOptimizer(Optimizer):
         return both, both.new_zeros(())
 
     def _makes_states(self, asked: Asked, squares: Tensor) -> bool:
-        """Whether this is DCP's first step, of zeros, perhaps on the ranks of one stage alone: no first one of a warm-up,
-        whose norm other stages wait for."""
+        """Whether this is DCP's first step, of zeros, perhaps on the ranks of one stage alone: not the first one of a
+        warm-up, whose norm other stages wait for."""
         return not (self.state or asked.scales or asked.clip or moving_groups(self.param_groups) or float(squares))
 
     def _squares(self, rows: Sequence[UpdateRow], over: Groups) -> Tensor:
