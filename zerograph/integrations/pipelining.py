@@ -35,7 +35,8 @@ def once_per_step(schedule: PipelineScheduleSingle | PipelineScheduleMulti, back
     reduces, and its forward gathers, which takes less memory and sends more.
 
     A step raises the error of a stage by its own class, with the text of torch's RuntimeError around it as a note. Over
-    gloo it raises on all ranks of all stages, who all call this function.
+    gloo it raises on all ranks of all stages. There this function is a collective of the group of the stages: all their
+    ranks call it, in one order where there are several schedules.
 
     Args:
         schedule: whose stages are compiled, before its first step.

@@ -57,7 +57,8 @@ def send_through(stage: Any, group: Any) -> None:
 def vote_by(schedule: Any, total: Callable[[list[int]], list[int]]) -> None:
     """Let the stages of a ``schedule`` agree by ``total``, of numbers over all ranks of the pipeline, on whether they
     tell each other shapes. torch does it in the group of the stages, where nobody hears of an error, before the first
-    step and wherever steps follow evaluations or these follow steps. Seen in 2.13; 2.12 has no vote."""
+    step and wherever steps follow evaluations or these follow steps. Seen in 2.13; a torch without this name is left as
+    it is."""
     if hasattr(schedule, "_warmup_p2p"):
         schedule._warmup_p2p = functools.partial(_vote, total)
 

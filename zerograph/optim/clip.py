@@ -52,8 +52,8 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         ConfigError: ``parameters`` are no tensors, ``max_norm`` is negative, ``norm_type`` not positive, or ``stages``
-            no process group, or one with several ranks of a stage; or the last backward has updated some of them
-            (``overlap=True``).
+            no process group, or one with several ranks that a stage's gradients are split over (whole ones on each,
+            as at stage 0, count several times); or the last backward has updated some of them (``overlap=True``).
         UnsupportedError: a gradient that is partial over ranks, or gradients on several meshes.
     """
     order = order_of_norm(norm_type)

@@ -140,7 +140,8 @@ class HostOptimizer(Optimizer):
         many native optimizers, with the same arguments, stepped in one order. Copies have None.
 
         Raises:
-            ConfigError: it is set to something else; or, in a step, to a group with several ranks of one stage.
+            ConfigError: it is set to something else; or, in a step, to a group with several ranks that one stage's
+                gradients are split over. Whole ones on each, as at stage 0, count several times.
         """
         return self._stages
 
