@@ -6,6 +6,7 @@ Tests ``integrations/neighbours.py``.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.integrations.neighbours import Neighbours
 from zerograph.integrations.torch_private import send_through
+from zerograph.runtime.torch_private import gloo_group
 
 LARGE = 1 << 20
 """Elements of a message that no buffer of the system takes: its send ends when the other rank receives."""
@@ -72,6 +74,24 @@ def _one_fails(pending: str) -> list[float]:
 @pytest.mark.parametrize("pending", ["send", "recv"])
 def test_a_rank_that_fails_ends_waits_and_all_go_on(pending: str) -> None:
     assert run(2, _one_fails, pending, timeout=60) == [[3.0, 4.0]] * 2
+
+
+def _connects(slow: int) -> float:
+    def connect(*args: Any) -> dist.ProcessGroup:
+        group = gloo_group(*args)
+        time.sleep(0.5 * (dist.get_rank() == slow))
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerograph.integrations.neighbours.gloo_group", connect)
+        dist.barrier()
+        begun = time.monotonic()
+        _connected()
+    return time.monotonic() - begun
+
+
+def test_a_rank_has_connected_when_all_have() -> None:
+    assert min(run(2, _connects, 1, timeout=60)) > 0.4
 
 
 def _told() -> str:

@@ -35,7 +35,8 @@ class Neighbours:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """All ranks of ``group``, the user's, call this; on ``device`` are the tensors that they send."""
+        """All ranks of ``group``, the user's, call this; on ``device`` are the tensors that they send. It returns when all
+        have connected."""
         self.rendezvous, self._device = Rendezvous.open(group, device), device
         ranks = dist.get_process_group_ranks(group)
         self._doing = (
@@ -46,6 +47,7 @@ class Neighbours:
         self.rendezvous.hang_up = partial(_hang_up, self._open, self._transfers)
         self._connected, self._stepped, self._met, self.takes_steps = -1, 0, 0, False
         self._follow()
+        self.total([0])  # none goes on, and perhaps fails and hangs up, while another still connects
 
     def begin(self) -> None:
         """A step of the pipeline begins, after an error once it does on all ranks.
@@ -136,7 +138,10 @@ class Neighbours:
         _hang_up(self._open, self._transfers)
         store, timeout = rendezvous.store.raw, timedelta(seconds=rendezvous.timeout)
         place = dist.PrefixStore(f"pipeline/{rendezvous.generation}", store)
-        self._open.append(gloo_group(place, rendezvous.rank, rendezvous.world_size, timeout, self._device, timeout))
+        try:
+            self._open.append(gloo_group(place, rendezvous.rank, rendezvous.world_size, timeout, self._device, timeout))
+        except RuntimeError as error:  # another has connected, and hung up
+            raise self.lost(error) from None
 
 
 class _Transfer:
