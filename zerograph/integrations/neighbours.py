@@ -35,8 +35,8 @@ class Neighbours:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """All ranks of ``group``, the user's, call this, and have connected when it returns; on ``device`` are the tensors
-        that they send."""
+        """All ranks of ``group``, the user's, call this, and have connected when it returns; on ``device`` are the
+        tensors that they send."""
         self.rendezvous, self._device = Rendezvous.open(group, device), device
         ranks = dist.get_process_group_ranks(group)
         self._doing = (
