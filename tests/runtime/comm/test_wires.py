@@ -32,11 +32,13 @@ LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 def _sent(wire: str, values: torch.Tensor, *, by_torch: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The message of ``values``, and what comes out of it in their dtype."""
+    """The message of ``values``, with one NaN for all of them, and what comes out of it in their dtype."""
     message = torch.full((len(values), wire_bytes(wire, values.shape[1])), 0xAB, dtype=torch.uint8)
     out = torch.empty_like(values)
     (encode_by_torch if by_torch else encode)(wire, values, message)
     (decode_by_torch if by_torch else decode)(wire, message, out)
+    scales = message[:, -4 * -(-values.shape[1] // WIRE_BLOCK) :].view(torch.float32)
+    scales[scales.isnan()] = torch.nan
     return message, out
 
 
