@@ -37,8 +37,9 @@ def _sent(wire: str, values: torch.Tensor, *, by_torch: bool = False) -> tuple[t
     out = torch.empty_like(values)
     (encode_by_torch if by_torch else encode)(wire, values, message)
     (decode_by_torch if by_torch else decode)(wire, message, out)
-    scales = message[:, -4 * -(-values.shape[1] // WIRE_BLOCK) :].view(torch.float32)
-    scales[scales.isnan()] = torch.nan
+    if wire in FEWER_BITS:
+        scales = message[:, -4 * -(-values.shape[1] // WIRE_BLOCK) :].view(torch.float32)
+        scales[scales.isnan()] = torch.nan
     return message, out
 
 
