@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from gpu.accelerator import here
 from ranks import refused, run
+from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph.core.errors import CheckpointError
 from zerograph.sharding.optimizer_states import share
@@ -16,7 +17,7 @@ from zerograph.sharding.shards import agree
 def _from_the_host() -> str:
     group, rank = dist.new_group(backend=f"{here().type}:fakeccl"), dist.get_rank()
     step = torch.tensor(5.0 + rank)  # Adam's, of rank 0 on both
-    share(step, group)
+    share([step], DeviceMesh.from_group(group, here().type))
     assert step.item() == 5
 
     def action() -> None:
