@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -257,10 +258,9 @@ def test_it_is_the_delay_of_the_paper() -> None:
     run(1, _plain_torch)
 
 
-def _blocked(placement: dict[str, Any]) -> None:
-    """Steps and programs return while an update runs."""
-    training = Run(partial(groups, delayed=True), **placement, stage=3, dtype=torch.bfloat16)
-    training.steps(2)
+@contextmanager
+def _held_up() -> Iterator[threading.Event]:
+    """Inside, an update waits until the event is set."""
     gate, update = threading.Event(), host._update_arrived
 
     def waits(*args: Any) -> None:
@@ -269,6 +269,14 @@ def _blocked(placement: dict[str, Any]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "_update_arrived", waits)
+        yield gate
+
+
+def _blocked(placement: dict[str, Any]) -> None:
+    """Steps and programs return while an update runs."""
+    training = Run(partial(groups, delayed=True), **placement, stage=3, dtype=torch.bfloat16)
+    training.steps(2)
+    with _held_up() as gate:
         training.steps(1)
         training.backward()
         training.optimizer.zero_grad()
@@ -332,16 +340,9 @@ def _rolls_back() -> None:
     training.steps(2)
     good = copy.deepcopy(get_model_state_dict(training.model, options=whole))
     before = dict(good)  # the dictionary that is loaded gets shards
-    opened, update = threading.Event(), host._update_arrived
-
-    def waits(*args: Any) -> None:
-        assert opened.wait(60)
-        update(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "_update_arrived", waits)
+    with _held_up() as gate:
         training.steps(1)
-        threading.Timer(0.3, opened.set).start()
+        threading.Timer(0.3, gate.set).start()
         set_model_state_dict(
             training.model, good, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         )
