@@ -51,12 +51,10 @@ def bench(output: Path | None, path: Path, world: int | None, quick: bool, json_
 def rows(machine: Machine) -> list[list[Cell]]:
     """The machine as rows of what, and how much."""
     per_second = {dtype: _si(rate, "FLOP/s") for dtype, rate in machine.matmul.items()}
-    vector = {dtype: _si(rate, "FLOP/s") for dtype, rate in machine.vector.items()}
     table = {
         "machine": machine.name,
         "ranks": f"{machine.ranks_per_node} on {machine.device}",
         **{f"matrix products, {dtype}": f"{rate} per rank" for dtype, rate in per_second.items()},
-        **{f"element-wise, {dtype}": f"{rate} per rank" for dtype, rate in vector.items()},
         "memory bandwidth": f"{_si(machine.device_bandwidth, 'B/s')} per rank",
         "smallest operation": f"{machine.launch * 1e6:.3g} us",
         "memory of a rank": format_bytes(machine.device_memory),

@@ -17,7 +17,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.files.kinds import read_as, versioned
 from zerograph.core.units import is_number
 
-VERSION = 2
+VERSION = 3
 
 OffloadTier = Literal["host", "nvme"]
 OFFLOAD_TIERS: tuple[OffloadTier, ...] = ("host", "nvme")
@@ -93,13 +93,11 @@ class Machine:
         context: of these, bytes that the driver's context takes, with the kernels that torch loads; 0 where
             ``device_memory`` are those that were free beside it.
         communicator: of these, bytes that one of NCCL's communicators takes for its buffers; 0 likewise.
-        device_bandwidth: bytes per second that element-wise kernels read and write.
+        device_bandwidth: bytes per second that element-wise kernels read and write. Such code counts as the bytes that
+            it moves once fused: its operations are not known before a compiler has fused it, and on GPUs they come
+            second. Where they do not (long chains of exp or erf on a CPU), a run's own times tell.
         matmul: floating-point operations per second of large matrix products, by dtype. Where there is "tf32" too, it
             is what "float32" products come to once torch may round them so (:meth:`with_precision`).
-        vector: floating-point operations per second of element-wise code, by dtype. To know a machine by: no forecast
-            goes by it. Element-wise code is counted as the bytes that it reads and writes once fused; its operations
-            are not known before a compiler has fused and vectorized it, and on GPUs (12 per byte on an H100) they come
-            second. Where they do not (long chains of exp or erf on a CPU), a run's own times tell.
         launch: seconds that a kernel costs however small it is.
         ranks_per_node: devices that share a host.
         host_memory: bytes per node.
@@ -129,7 +127,6 @@ class Machine:
     device_memory: int
     device_bandwidth: float
     matmul: Mapping[str, float] = field(hash=False)
-    vector: Mapping[str, float] = field(hash=False)
     launch: float
     ranks_per_node: int
     host_memory: int
@@ -291,12 +288,10 @@ class Machine:
             if not (is_number(value, int) and value >= number):
                 yield f"{name} is {value!r}, not a whole number of at least {number}"
         rates = {"device_bandwidth": self.device_bandwidth, "cpu_optimizer": self.cpu_optimizer}
-        for name in ("matmul", "vector"):
-            found = getattr(self, name)
-            if not isinstance(found, Mapping) or not set(DTYPES) <= set(found):
-                yield f"{name} has not one rate for each of {', '.join(DTYPES)}"
-            else:
-                rates |= {f"{name} of {dtype}": rate for dtype, rate in found.items()}
+        if isinstance(self.matmul, Mapping) and set(DTYPES) <= set(self.matmul):
+            rates |= {f"matmul of {dtype}": rate for dtype, rate in self.matmul.items()}
+        else:
+            yield f"matmul has not one rate for each of {', '.join(DTYPES)}"
         if isinstance(self.published, Mapping):
             rates |= {f"published rate of {dtype}": rate for dtype, rate in self.published.items()}
         else:
@@ -365,7 +360,6 @@ def _gpu(
         device_memory=memory,
         device_bandwidth=0.8 * bandwidth,
         matmul={dtype: rate * reached for dtype, rate in published.items()},
-        vector=dict.fromkeys(DTYPES, tflops_32 * 1e12 * 0.5),
         launch=5e-6,
         ranks_per_node=ranks,
         host_memory=host,
@@ -422,7 +416,6 @@ PRESETS: Mapping[str, Machine] = {
             device_memory=12 * GIB,
             device_bandwidth=8 * GB,
             matmul={"float32": 9e10, "bfloat16": 9e10, "float16": 9e10},
-            vector={"float32": 1e10, "bfloat16": 5e9, "float16": 5e9},
             launch=5e-6,
             ranks_per_node=2,
             host_memory=24 * GIB,

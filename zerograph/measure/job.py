@@ -70,7 +70,6 @@ class RankReport:
     device_memory: int
     bandwidth: float
     matmul: Mapping[str, float]
-    vector: Mapping[str, float]
     launch: float
     h2d: Link
     d2h: Link

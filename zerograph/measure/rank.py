@@ -31,7 +31,6 @@ ADAM_BYTES = 28
 """Per float32 element: parameter, gradient and two moments are read, all but the gradient written."""
 
 _GPU_ELEMENTS, _GPU_MATMUL = 16, 8  # a GPU needs larger tensors to be busy
-_CACHED = 2**15  # elements; four tensors of them fit a core's second-level cache
 _PARAMETERS = 20  # that share what one step costs beside them
 _PIECE = 4 * 2**20  # bytes of collectives per sample
 _GATHERS = 5  # samples per round
@@ -149,7 +148,6 @@ class Lab:
         """Everything once, in order."""
         free = torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else 0
         matmul = {dtype: self.matmul(dtype) for dtype in DTYPES}
-        vector = {dtype: self.vector(dtype, matmul) for dtype in DTYPES}
         h2d, d2h = self.copies()
         furthest = self.between or self.communicator
         return RankReport(
@@ -158,7 +156,6 @@ class Lab:
             device_memory=free,
             bandwidth=self.bandwidth(),
             matmul=matmul,
-            vector=vector,
             launch=self.launch(),
             h2d=h2d,
             d2h=d2h,
@@ -187,21 +184,9 @@ class Lab:
 
     def product(self, rows: int, dtype: str) -> Callable[[], object]:
         """Computes a product of square matrices."""
-        a, b = (torch.rand(rows, rows, device=self.device).to(_dtype(dtype)) for _ in range(2))
+        a, b = (torch.rand(rows, rows, device=self.device).to(getattr(torch, dtype)) for _ in range(2))
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
-
-    def vector(self, dtype: str, matmul: dict[str, float]) -> float:
-        """Operations per second of element-wise code whose operands are near: two for every element of x + y * z.
-
-        No eager operation of a GPU is bound by arithmetic. Its float32 products (without TF32) run on the same units;
-        half their rate is taken, since element-wise code seldom fuses every multiplication with an addition.
-        """
-        if self.on_gpu:
-            return matmul["float32"] / 2
-        self.begin(f"element-wise arithmetic in {dtype}")
-        x, y, z, out = (torch.ones(_CACHED, dtype=_dtype(dtype), device="cpu") for _ in range(4))
-        return 2 * _CACHED / self.seconds(lambda: torch.addcmul(x, y, z, out=out), 1 / 2)
 
     def bandwidth(self) -> float:
         """Bytes per second that adding two large tensors reads and writes."""
@@ -315,7 +300,3 @@ class Lab:
 
 def _by_size(rounds: Sequence[Gathers]) -> Gathers:
     return tuple((same[0][0], tuple(each for _, (each,) in same)) for same in zip(*rounds, strict=True))
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ from zerograph.core.step import Kind
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import is_number
 
-VERSION = 11
+VERSION = 12
 
 
 @dataclass(frozen=True, slots=True)
