@@ -25,7 +25,6 @@ from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.joined import other_axis
 from zerograph.sharding import adopt
-from zerograph.sharding.forward import has_opened
 from zerograph.sharding.gathered import is_open
 from zerograph.sharding.host_parameters import outward_tier, placements_in
 from zerograph.sharding.model_copies import await_updates, sharded_parameters, take_over
@@ -33,6 +32,7 @@ from zerograph.sharding.optimizer_states import early_states
 from zerograph.sharding.parametrization import leave, other_names, shard_parameters
 from zerograph.sharding.ranks import Ranks, will_be_alone
 from zerograph.sharding.torch_private import Retrace, errors_reach_users, ignore_shard_aliasing
+from zerograph.sharding.unsharded import has_opened
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ there every reading is recorded as a marker.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Container
-from types import CodeType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,25 +17,8 @@ from torch import fx, nn
 from torch.compiler import is_compiling
 
 from zerograph.graph.torch_private import skip_frame
-from zerograph.sharding import unsharded
 from zerograph.sharding.torch_private import compiles_calls, goes_into_graphs, in_backward, running_call
-from zerograph.sharding.unsharded import EagerForward
-
-
-class _Forwards(threading.local):
-    """The forwards that Python runs in this thread, outermost first. As a context it is inside of one more."""
-
-    def __init__(self) -> None:
-        self.running: list[EagerForward] = []
-
-    def __enter__(self) -> None:
-        self.running.append(EagerForward(None, self.__enter__, compiles=False))
-
-    def __exit__(self, *_: object) -> None:
-        self.running.pop()
-
-
-FORWARDS = _Forwards()
+from zerograph.sharding.unsharded import FORWARDS, EagerForward, begin, close, end
 
 
 def inside() -> bool:
@@ -51,45 +33,14 @@ skip_frame(inside)
 
 def _count(owner: type[nn.Module] | _Own, *args: Any, **kwargs: Any) -> Any:
     function = owner.forward
-    call = _begin(args, function, compiles_calls())
+    call = begin(args[0] if args and isinstance(args[0], nn.Module) else None, function, compiles_calls())
     try:
-        return _end((args, kwargs), function(*args, **kwargs))
+        return end((args, kwargs), function(*args, **kwargs))
     finally:
-        _leave(call)
+        close(call)
 
 
 skip_frame(_count)
-
-
-@torch.compiler.disable
-def _begin(args: tuple[Any, ...], function: Callable[..., Any], compiles: bool) -> EagerForward:
-    module = args[0] if args and isinstance(args[0], nn.Module) else None
-    call = EagerForward(module, function, compiles)
-    FORWARDS.running.append(call)
-    unsharded.begins(FORWARDS.running)
-    return call
-
-
-@torch.compiler.disable
-def _end(inputs: Any, outputs: Any) -> Any:
-    return unsharded.ends(FORWARDS.running, inputs, outputs)
-
-
-@torch.compiler.disable
-def _leave(call: EagerForward) -> None:
-    FORWARDS.running.remove(call)
-    unsharded.close(call)
-
-
-@torch.compiler.disable
-def before_reading(compiles: bool) -> None:
-    """Code that is not compiled is about to read a weight; ``compiles``: whether Dynamo compiles what it calls."""
-    unsharded.reads_weight(FORWARDS.running, compiles)
-
-
-def has_opened(code: CodeType) -> bool:
-    """Whether weights that Dynamo has traced as sharded ones, in ``code``, are whole tensors from now on."""
-    return unsharded.is_traced(FORWARDS.running, code)
 
 
 class _Own(NamedTuple):
@@ -145,4 +96,4 @@ def count_running_call(modules: Container[nn.Module]) -> None:
         forward = module.forward
         call = EagerForward(module, getattr(forward, "__wrapped__", forward), compiles=True)
         FORWARDS.running.append(call)
-        cleanups.append(lambda *_: _leave(call))
+        cleanups.append(lambda *_: close(call))

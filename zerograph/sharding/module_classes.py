@@ -32,12 +32,13 @@ from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import move_to_one_mesh, skip_getters
 from zerograph.sharding.foreign_code import explained_methods
-from zerograph.sharding.forward import before_reading, count_own_forward, counting, inside
+from zerograph.sharding.forward import count_own_forward, counting, inside
 from zerograph.sharding.parallel import Parallel
 from zerograph.sharding.shards import as_shard
 from zerograph.sharding.spec import ShardSpec
 from zerograph.sharding.torch_private import compiles_calls, original, set_shard
 from zerograph.sharding.uncompiled import read_uncompiled
+from zerograph.sharding.unsharded import before_reading
 
 
 class ShardedModule:

@@ -13,6 +13,7 @@ outermost forward that runs uncompiled then. A rank that reads nothing of it tak
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
@@ -55,6 +56,22 @@ class EagerForward:
     def __init__(self, module: nn.Module | None, function: Callable[..., Any], compiles: bool) -> None:
         self.module, self.function, self.compiles = module, function, compiles
         self.opened: Unsharded | None = None
+
+
+class _Forwards(threading.local):
+    """The forwards that Python runs in this thread, outermost first. As a context it is inside of one more."""
+
+    def __init__(self) -> None:
+        self.running: list[EagerForward] = []
+
+    def __enter__(self) -> None:
+        self.running.append(EagerForward(None, self.__enter__, compiles=False))
+
+    def __exit__(self, *_: object) -> None:
+        self.running.pop()
+
+
+FORWARDS = _Forwards()
 
 
 class Unsharded:
@@ -197,41 +214,48 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, Unsharded] = weakref.WeakKeyDiction
 # Of all backends: modules, which look here, know none.
 
 
-def begins(running: Sequence[EagerForward]) -> None:
-    """The last of the ``running`` forwards begins."""
-    call = running[-1]
-    if not _may_open(running):
-        return
-    if call.module in _KNOWN:
-        _open(call)
-    else:
-        _open_uncompiled(running[:-1], call, call.compiles)
+@torch.compiler.disable
+def begin(module: nn.Module | None, function: Callable[..., Any], compiles: bool) -> EagerForward:
+    """A forward begins, the innermost one from now on."""
+    running, call = FORWARDS.running, EagerForward(module, function, compiles)
+    running.append(call)
+    if _may_open(running):
+        if module in _KNOWN:
+            _open(call)
+        else:
+            _open_uncompiled(running[:-1], call, compiles)
+    return call
 
 
-def reads_weight(running: Sequence[EagerForward], compiles: bool) -> None:
-    """Code that is not compiled reads a weight in the last of the ``running`` forwards."""
+@torch.compiler.disable
+def before_reading(compiles: bool) -> None:
+    """Code that is not compiled is about to read a weight; ``compiles``: whether Dynamo compiles what it calls."""
+    running = FORWARDS.running
     if _may_open(running):
         _open_uncompiled(running, running[-1], compiles)
 
 
-def is_traced(running: Sequence[EagerForward], code: CodeType) -> bool:
-    """Dynamo has traced ``code``, which reads weights; returns whether it is to trace that again, as these are whole
-    now."""
+def has_opened(code: CodeType) -> bool:
+    """Whether weights that Dynamo has traced as sharded ones, in ``code``, are whole tensors from now on."""
+    running = FORWARDS.running
     if _may_open(running):
         _open_uncompiled([call for call in running if code_of(call.function) is not code], running[-1], compiles=True)
     return any(call.opened is not None for call in running)
 
 
-def ends(running: Sequence[EagerForward], inputs: Any, outputs: Any) -> Any:
-    """The last of the ``running`` forwards has made ``outputs`` of its ``inputs``; returns what its caller gets."""
-    call = running[-1]
-    if _may_open(running) and call.module is not None and _has_broken(call.module, call.function):
+@torch.compiler.disable
+def end(inputs: Any, outputs: Any) -> Any:
+    """The innermost forward has made ``outputs`` of its ``inputs``; returns what its caller gets."""
+    call = FORWARDS.running[-1]
+    if _may_open(FORWARDS.running) and call.module is not None and _has_broken(call.module, call.function):
         _open(call)
     return call.opened.follow(inputs, outputs) if call.opened is not None else outputs
 
 
+@torch.compiler.disable
 def close(call: EagerForward) -> None:
     """``call`` is over, in whatever way."""
+    FORWARDS.running.remove(call)
     if call.opened is not None:
         call.opened.close()
 

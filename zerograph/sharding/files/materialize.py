@@ -21,9 +21,9 @@ from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.files.export import plain_name
 from zerograph.sharding.files.room import Room
 from zerograph.sharding.files.shard_files import UnmadeTensor, read_files
-from zerograph.sharding.forward import FORWARDS
 from zerograph.sharding.gathered import group_of, shown
 from zerograph.sharding.shards import agree, local_of, send_from_first
+from zerograph.sharding.unsharded import FORWARDS
 
 log = logging.getLogger(__name__)
 
