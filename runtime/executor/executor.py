@@ -179,7 +179,7 @@ class Executor:
         self.early.start(instruction.bucket)
 
     def _compute(self, instruction: Compute, registers: list[Any]) -> None:
-        args = [registers[r] for r in instruction.args]
+        args = [registers[r] for r in instruction.reads]
         for register in instruction.dead:
             registers[register] = None  # the segment's list is the last to know them
         try:
@@ -188,7 +188,7 @@ class Executor:
             if self.runtime.beside:
                 self._refuse_closed(error)
             raise
-        for register, value in zip(instruction.outs, values, strict=True):
+        for register, value in zip(instruction.writes, values, strict=True):
             registers[register] = value
 
     def _refuse_closed(self, error: RuntimeError) -> None:
@@ -259,11 +259,11 @@ class Executor:
             if instruction.kept:
                 parts = host_parts(cast(HostGathers, self.comm), pending)
                 self.cache.in_host.store(instruction.bucket, params, parts)
-        for register, tensor in zip(instruction.outs, full, strict=True):
+        for register, tensor in zip(instruction.writes, full, strict=True):
             registers[register] = tensor
 
     def _free(self, instruction: Free, registers: list[Any]) -> None:
-        for register in instruction.params:
+        for register in instruction.reads:
             registers[register] = None
         if instruction.ends:
             self.cache.drop(instruction.bucket)
@@ -285,7 +285,7 @@ class Executor:
 
     def _wait_fetch(self, instruction: WaitFetch, registers: list[Any]) -> None:
         pending = registers[instruction.pending]
-        found: Sequence[Tensor | None] = [None] * len(instruction.outs)
+        found: Sequence[Tensor | None] = [None] * len(instruction.writes)
         if isinstance(pending, Returning):
             found = self.store.saved.finish(pending)
         elif pending is not None and instruction.by_gather:
@@ -293,7 +293,7 @@ class Executor:
             self._arriving += [copy.wait for copy in pending.copies]
         elif pending is not None:
             found = self.store.fetches.finish(pending)
-        for register, tensor in zip(instruction.outs, found, strict=True):
+        for register, tensor in zip(instruction.writes, found, strict=True):
             registers[register] = tensor
 
     def _spill_saved(self, instruction: Move, registers: list[Any]) -> None:
@@ -363,7 +363,7 @@ class Executor:
                 left = self.early.take(instruction.bucket, [params[k] for k in here], [results[k] for k in here])
                 for k, grad in zip(here, left, strict=True):
                     results[k] = grad
-        for register, tensor in zip(instruction.outs, results, strict=True):
+        for register, tensor in zip(instruction.writes, results, strict=True):
             registers[register] = tensor
 
 

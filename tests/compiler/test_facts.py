@@ -38,7 +38,7 @@ def test_buckets_say_how_long_they_stay_resident() -> None:
     assert all(each.resident and not each.ends for each in step["forward Free"] + step["backward Free"])
     assert all(each.resident for each in step["forward WaitGather"] + step["backward WaitGather"])
     for wait in use["backward WaitReduce"]:
-        assert wait.updatable == tuple(range(len(wait.outs))) and not wait.leaves
+        assert wait.updatable == tuple(range(len(wait.writes))) and not wait.leaves
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -41,7 +41,7 @@ class _Making(_Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Compute(_Instruction):
-    """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``.
+    """Run segment ``segment`` (an index into :attr:`Program.segments`) on what it ``reads``.
 
     Attributes:
         token_tiles: into how many tiles of tokens the plan divides work of the region that it is of, of which it is
@@ -51,20 +51,12 @@ class Compute(_Instruction):
     stream = "compute"
     operation = "compute"
     segment: int
-    args: tuple[int, ...]
-    outs: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
     dead: tuple[int, ...] = ()
     module: str = ""
     source: str = ""
     token_tiles: int = 1
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.args
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return self.outs
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +190,15 @@ class Reduce(_Collective):
 
 @dataclass(frozen=True, slots=True)
 class _Wait(_Instruction):
-    """Wait for a transfer; ``outs`` are parts of what it filled, in its memory."""
+    """Wait for a transfer; what it ``writes`` are parts of what that filled, in its memory."""
 
     pending: int
-    outs: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
 
     @property
     def reads(self) -> tuple[int, ...]:
         return (self.pending,)
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return self.outs
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +224,7 @@ class _BucketWait(_Wait):
 
 @dataclass(frozen=True, slots=True)
 class WaitGather(_BucketWait):
-    """Wait for a gather; ``outs`` are the full parameters, ``resident`` for a later program or not.
+    """Wait for a gather, which ``writes`` the full parameters, ``resident`` for a later program or not.
 
     Attributes:
         kept: bytes that came to this rank from all hosts and stay, as its part of what its host keeps.
@@ -249,11 +237,11 @@ class WaitGather(_BucketWait):
 
 @dataclass(frozen=True, slots=True)
 class WaitReduce(_BucketWait):
-    """Wait for a reduction; ``outs`` are this rank's shards of the averaged gradients.
+    """Wait for a reduction, which ``writes`` this rank's shards of the averaged gradients.
 
     Attributes:
         leaves: whether moves behind it offload gradients of its bucket.
-        updatable: places among the ``outs`` of whole gradients that stay in this memory, so that an update inside of
+        updatable: places among the ``writes`` of whole gradients that stay in this memory, so that an update inside of
             the backward may take them here.
     """
 
@@ -264,7 +252,7 @@ class WaitReduce(_BucketWait):
 
 @dataclass(frozen=True, slots=True)
 class Free(_Instruction):
-    """Let go of a bucket's full parameters.
+    """Let go of a bucket's full parameters, which it ``reads``.
 
     Attributes:
         resident: whether the bucket stays resident for a later program.
@@ -272,21 +260,14 @@ class Free(_Instruction):
     """
 
     operation = "free"
+    writes: ClassVar[tuple[int, ...]] = ()
     bucket: int
-    params: tuple[int, ...]
+    reads: tuple[int, ...]
     dead: tuple[int, ...] = ()
     resident: bool = False
     tile: int = 0
     tiles: int = 1
     ends: bool = False
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.params
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,16 +275,10 @@ class BeginUpdate(_Instruction):
     """Nothing of this backward works for the bucket any more: an optimizer that updates inside of it begins here."""
 
     operation = "update"
+    reads: ClassVar[tuple[int, ...]] = ()
+    writes: ClassVar[tuple[int, ...]] = ()
     bucket: int
     dead: tuple[int, ...] = ()
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,14 +287,11 @@ class Update(_Instruction):
 
     stream = "compute"
     operation = "update"
+    writes: ClassVar[tuple[int, ...]] = ()
     buckets: tuple[int, ...]
     sizes: tuple[int, ...]
     reads: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from zerograph.core.files.planfile import Holding
-from zerograph.core.instructions import (
-    Collective,
-    Compute,
-    Gather,
-    Instruction,
-    WaitGather,
-)
+from zerograph.core.instructions import Collective, Compute, Gather, Instruction, WaitGather
 from zerograph.core.machine import Tier
 from zerograph.core.program import Program
 from zerograph.core.step import Kind
@@ -117,7 +111,7 @@ class Cells:
         """The inputs of a segment that are free with their last use in it: by position, with bytes."""
         ending = Counter(self._at.get(self._storage(register)) for register in instruction.dead)
         last: dict[Cell, int] = {}
-        for position, register in enumerate(instruction.args):
+        for position, register in enumerate(instruction.reads):
             cell = self._at.get(self._storage(register))
             if cell is not None and not cell.gone and not cell.gathered and cell.readers == ending[cell]:
                 # Of several that look at one memory, the one that is used last.

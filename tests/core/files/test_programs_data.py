@@ -68,7 +68,7 @@ def test_parameters_segments_and_what_is_carried_are_there_again() -> None:
         (lambda p: p["instructions"]["Gather"].update(out=[4]), "forward instruction 0 names a register"),
         (lambda p: p["instructions"]["Gather"].update(bucket=[9]), "forward instruction 0 names bucket 9"),
         (lambda p: p["instructions"]["Compute"].update(segment=[1]), "forward instruction 2 names segment 1"),
-        (lambda p: p["instructions"]["Compute"].update(args=[["a"]]), "args of Compute holds 'a'"),
+        (lambda p: p["instructions"]["Compute"].update(reads=[["a"]]), "reads of Compute holds 'a'"),
         (lambda p: p["instructions"]["Gather"].update(bytes=["8GiB"]), "bytes of Gather holds '8GiB'"),
         (lambda p: p["contents"].update(bytes=[8, 8, None, 8]), "bytes of Register holds None"),
     ],

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from zerograph.core.files.columns import from_mixed_table, from_table, mixed_table, table
-from zerograph.core.instructions import Compute, Free, Instruction, Move
+from zerograph.core.instructions import Compute, Instruction, Move
 from zerograph.core.layout import Layout
 from zerograph.core.machine import LINKS
 from zerograph.core.plan import Param, ParamTile
@@ -83,8 +83,8 @@ def programs_of(data: dict[str, Any]) -> tuple[Program, ...]:
 
 
 def _with_params(instruction: Any, change: Callable[[Any], Any]) -> Any:
-    """``instruction`` with other things in place of its parameters; those of a ``Free`` are registers."""
-    if isinstance(instruction, Free) or not getattr(instruction, "params", ()):
+    """``instruction`` with other things in place of its parameters."""
+    if not getattr(instruction, "params", ()):
         return instruction
     return replace(instruction, params=tuple(map(change, instruction.params)))
 

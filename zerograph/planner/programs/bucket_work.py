@@ -88,9 +88,9 @@ def slice_of(
     name = f"work of {scheduler.profile.regions[piece.region].phase} {piece.compute.module or 'outside of layers'}"
     key = ("work", piece.region, piece.temporary)
     work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
-    outs = (*full.outs, *work, *makes) if number == 0 else makes
+    writes = (*full.writes, *work, *makes) if number == 0 else makes
     dead = (*full.dead, *work) if number == piece.slices - 1 else ()
-    return scheduler.compute(full.segment, outs, dead, full.module, full.source, read, full.token_tiles)
+    return scheduler.compute(full.segment, writes, dead, full.module, full.source, read, full.token_tiles)
 
 
 def bring(

@@ -22,13 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from zerograph.core.instructions import (
-    Compute,
-    Instruction,
-    Reduce,
-    WaitFetch,
-    last_work,
-)
+from zerograph.core.instructions import Compute, Instruction, Reduce, WaitFetch, last_work
 from zerograph.core.machine import Tier, hops, is_disk
 from zerograph.core.placement import updated_late
 from zerograph.core.plan import Bucket, Placement, Plan
@@ -196,9 +190,9 @@ class _CoarsePrograms:
         key = (piece, self.saved)
         if key not in self.made:
             compute, begins, ends = piece.compute, self.saved.begins, self.saved.ends
-            outs = (*(begins.get(piece.region, ()) if piece.first else ()), *piece.made)
+            writes = (*(begins.get(piece.region, ()) if piece.first else ()), *piece.made)
             dead = ends.get(piece.region, ()) if piece.last else ()
-            self.made[key] = replace(compute, outs=outs, dead=dead)
+            self.made[key] = replace(compute, writes=writes, dead=dead)
         found: Compute = self.made[key]
         return found
 

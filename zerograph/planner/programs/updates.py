@@ -247,7 +247,7 @@ def with_updates_inside(
     for each in backward.instructions:
         match each:
             case WaitReduce(updatable=[_, *_]) if each.bucket in inside:
-                own = tuple(each.outs[k] for k in each.updatable)
+                own = tuple(each.writes[k] for k in each.updatable)
                 gradients[each.bucket] = gradients.get(each.bucket, ()) + own
             case Move(what="gradient", rises=False) if each.bucket in inside:
                 if set(gradients.get(each.bucket, ())).issuperset(each.reads):

@@ -66,9 +66,9 @@ class _Watch:
                     last = task
                     self.used.update(dict.fromkeys(waits, task))
                     waits.clear()
-                    for bucket in dict.fromkeys(bucket_of[register] for register in instruction.args):
+                    for bucket in dict.fromkeys(bucket_of[register] for register in instruction.reads):
                         self.held.append(_Held(bucket, task, task, early=False))
-                    for register in instruction.outs:
+                    for register in instruction.writes:
                         if register in bucket_of:
                             gradients.setdefault(bucket_of[register], task)
                 case Move(what="shard"):
