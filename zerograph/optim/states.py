@@ -90,44 +90,22 @@ class States:
             state["step"] = _counter(state.get("step", 0.0), at)
         fresh = algorithm.starts_from_gradient and any(state.get(slot) is None for slot in slots)
         dtype, fill = self.dtype(param, algorithm), float(self._optimizer.defaults.get(algorithm.fill, 0.0))
-        for slot in slots:
-            made = state.get(slot)
+
+        def kept(slot: str, value: Tensor | None, dtype: torch.dtype, fill: float) -> Tensor:
             if place is not None and store is not None:
-                state[slot] = self._on_nvme(store, place, slot, made, param, dtype, fill)
-                continue
-            if made is None:
-                made = torch.full_like(param, fill, dtype=dtype)
-            state[slot] = _fitted(made, param, dtype, f"{slot} of {name}")
+                return on_nvme(store, self._optimizer, place, slot, value, param, dtype, fill)
+            value = torch.full_like(param, fill, dtype=dtype) if value is None else value
+            return _fitted(value, param, dtype, f"{slot} of {name}")
+
+        for slot in slots:
+            state[slot] = kept(slot, state.get(slot), dtype, fill)
         target = local
         if self._has_master(param):
-            master = state.get("master")
-            master = param.detach().to(torch.float32) if master is None else master
-            if place is not None and store is not None:
-                state["master"] = self._on_nvme(store, place, "master", master, param, torch.float32, 0.0)
-            else:
-                state["master"] = _fitted(master, param, torch.float32, f"master of {name}")
+            master = param.detach().to(torch.float32) if state.get("master") is None else state["master"]
+            state["master"] = kept("master", master, torch.float32, 0.0)
             target = local_tensor(state["master"])
         states = [local_tensor(state[s]) for s in slots]
         return Member(index, local, target, states, state.get("step"), fresh, place, copy, streamed, through)
-
-    def _on_nvme(
-        self,
-        store: ShardStore,
-        place: StatePlace,
-        name: str,
-        value: Tensor | None,
-        param: Tensor,
-        dtype: torch.dtype,
-        fill: float,
-    ) -> Tensor:
-        """State ``value`` of ``param`` on NVMe, where it is made when there is none."""
-        owner = self._optimizer
-        if value is not None and value.dtype == dtype and store.states.holds(owner, place, name, local_tensor(value)):
-            return value
-        stored = store.states.of(owner, place, name, dtype, local_tensor(param), fill)
-        if value is not None:
-            stored.copy_(local_tensor(_fitted(value, param, dtype, f"{name} of a parameter")))
-        return placed_as(stored, param)
 
     def _has_master(self, param: Tensor) -> bool:
         return self._master is not None and param.dtype.itemsize < self._master.itemsize
@@ -146,6 +124,19 @@ class States:
                 "leave moments out there; on the host, and on GPUs with Triton, each choice works",
             )
         return moments
+
+
+def on_nvme(
+    store: ShardStore, owner: Optimizer, place: StatePlace, name: str, value: Tensor | None, param: Tensor,
+    dtype: torch.dtype, fill: float,
+) -> Tensor:  # fmt: skip
+    """State ``value`` that ``owner`` keeps of ``param`` on NVMe, where it is made, of ``fill``, when there is none."""
+    if value is not None and value.dtype == dtype and store.states.holds(owner, place, name, local_tensor(value)):
+        return value
+    stored = store.states.of(owner, place, name, dtype, local_tensor(param), fill)
+    if value is not None:
+        stored.copy_(local_tensor(_fitted(value, param, dtype, f"{name} of a parameter")))
+    return placed_as(stored, param)
 
 
 def _copies_of(

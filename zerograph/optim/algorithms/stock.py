@@ -14,9 +14,9 @@ from zerograph.optim.algorithm import Algorithm
 from zerograph.optim.algorithms.adagrad import ADAGRAD
 from zerograph.optim.algorithms.adam import ADAM
 from zerograph.optim.algorithms.sgd import MOMENTUM
+from zerograph.optim.states import on_nvme
 from zerograph.runtime.offload.blocks import StatePlace
 from zerograph.runtime.offload.shards import ShardStore
-from zerograph.runtime.torch_private import local_tensor, placed_as
 
 _KNOWN: dict[type[Optimizer], Algorithm] = {Adam: ADAM, AdamW: ADAM, Adagrad: ADAGRAD, SGD: MOMENTUM}
 
@@ -40,15 +40,11 @@ def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: 
     names = _names(optimizer, group)
     if not names:
         return  # an empty dict in `state` would count as one
-    state, like = optimizer.state[param], local_tensor(param)
+    state = optimizer.state[param]
     for name in names:
         value = state.get(name)
-        if value is None:
-            state[name] = placed_as(store.states.of(optimizer, place, name, param.dtype, like, 0.0), param)
-        elif not store.states.holds(optimizer, place, name, local_tensor(value)):
-            stored = store.states.of(optimizer, place, name, value.dtype, like, 0.0)
-            stored.copy_(local_tensor(value))
-            state[name] = placed_as(stored, param)
+        dtype = param.dtype if value is None else value.dtype
+        state[name] = on_nvme(store, optimizer, place, name, value, param, dtype, 0.0)
     if "step" not in state and not isinstance(optimizer, Adagrad):
         double = torch.get_default_dtype() == torch.float64 and not group["fused"]
         # As torch has it for parameters on the host, whatever the default device.
