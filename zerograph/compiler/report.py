@@ -11,7 +11,7 @@ from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Stage
 from zerograph.core.plan import Bucket
-from zerograph.core.units import format_bytes, format_ranks
+from zerograph.core.units import counted, format_bytes, format_ranks
 from zerograph.core.wire import Wires
 from zerograph.planner.profile.loss import why_untiled
 from zerograph.planner.programs.process_memory import Resident
@@ -49,7 +49,7 @@ class TokenTiles:
 
     def __str__(self) -> str:
         loss = f"head and loss in {self.loss} tiles of tokens" if self.loss > 1 else ""
-        layers = f"{self.layers} layer{'s' * (self.layers > 1)} in {self.layer}"
+        layers = f"{counted(self.layers, 'layer')} in {self.layer}"
         layers = f"{layers} parts of the batch" if self.by_sample else f"MLPs of {layers} tiles of tokens"
         return ", ".join(part for part in (loss, layers if self.layer > 1 else "") if part)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from zerograph.core.units import is_number
+from zerograph.core.units import counted, is_number
 
 Portion = Literal["rows", "whole", "term"]
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
@@ -42,7 +42,7 @@ class Layout:
         return cls("rows" if sharded else "whole", ranks)
 
     def __str__(self) -> str:
-        return f"{self.part} over {self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"{self.part} over {counted(self.ranks, 'rank')}"
 
     def over(self, ranks: int) -> Layout:
         """The same over so many ranks."""

@@ -15,7 +15,7 @@ from typing import Literal
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.files.kinds import read_as, versioned
-from zerograph.core.units import is_number
+from zerograph.core.units import counted, is_number
 
 VERSION = 3
 
@@ -209,7 +209,7 @@ class Machine:
         nodes, here = self.nodes(ranks), self.ranks_per_node
         if self.device != "cpu" or nodes == 1:
             return ""
-        of = "1 rank" if here == 1 else f"{here} ranks"
+        of = counted(here, "rank")
         if ranks % here:
             return f"{nodes} hosts of up to {of}, which communicate in one level"
         return f"{nodes} hosts of {of}" + (", which communicate in two levels" if self.hosts(world_size) > 1 else "")

@@ -32,6 +32,7 @@ __all__ = [
     "Update",
     "compute_dtype",
     "level_at",
+    "tile_label",
     "tile_params",
     "tile_rows",
     "token_tiles",
@@ -177,6 +178,11 @@ def tile_rows(rows: int, tiles: int) -> tuple[tuple[int, int], ...]:
     A tile's gather then uses all ranks' links, with parameters sharded by rows as ever.
     """
     return tuple((i * rows // tiles, (i + 1) * rows // tiles) for i in range(tiles))
+
+
+def tile_label(name: str, tile: int, tiles: int) -> str:
+    """A tile of the bucket called ``name``, for people: ``"blocks.3 tile 2/4"``; the name of one that has no tiles."""
+    return name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}"
 
 
 def token_tiles(count: int, tiles: int) -> tuple[tuple[int, int], ...]:

@@ -30,7 +30,7 @@ from zerograph.core.instructions import (
     WaitReduce,
 )
 from zerograph.core.machine import Tier
-from zerograph.core.plan import ParamTile, Residency
+from zerograph.core.plan import ParamTile, Residency, tile_label
 from zerograph.core.segment_profile import SegmentProfile
 from zerograph.core.step import Kind, layer_of
 
@@ -162,7 +162,7 @@ class Program:
                 return self.buckets[bucket] if self.buckets else f"bucket {bucket}"
             case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
                 name = self.buckets[instruction.bucket] if self.buckets else f"bucket {instruction.bucket}"
-                return name if instruction.tiles == 1 else f"{name} tile {instruction.tile + 1}/{instruction.tiles}"
+                return tile_label(name, instruction.tile, instruction.tiles)
             case Update() | WaitFetch() | View():
                 return ""
             case _:

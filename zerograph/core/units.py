@@ -55,9 +55,14 @@ def format_seconds(seconds: float) -> str:
     return f"{_digits(seconds * 1e6)} us" if seconds else "0 s"
 
 
+def counted(number: int, what: str) -> str:
+    """So many of ``what``: ``"1 rank"``, ``"4 ranks"``."""
+    return f"{number} {what}" + "s" * (number != 1)
+
+
 def format_ranks(size: int, replicas: int = 1) -> str:
     """Ranks that split a model: ``"1 rank"``, ``"4 ranks"``, and ``"4 ranks in each of 2 replicas"``."""
-    ranks = "1 rank" if size == 1 else f"{size} ranks"
+    ranks = counted(size, "rank")
     return ranks if replicas == 1 else f"{ranks} in each of {replicas} replicas"
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import PRESETS, Link, Machine, published_rates
+from zerograph.core.units import counted
 from zerograph.measure.crew import run_ranks
 from zerograph.measure.disk import Disk, measure_disk
 from zerograph.measure.host import Others, cores, host_memory, may_have_gpu
@@ -210,7 +211,7 @@ def _slowest_gathers(reports: Sequence[RankReport], name: str) -> list[tuple[int
 def _notes(reports: Sequence[RankReport], world: int, disk: Disk, others: float) -> str:
     ranks, kind = len(reports), "O_DIRECT" if disk.direct else "through the page cache"
     over = f" on {ranks // world} hosts" if ranks > world else ""
-    notes = [f"{ranks} rank{'s' * (ranks > 1)}{over}", f"torch {reports[0].torch}", reports[0].transport]
+    notes = [counted(ranks, "rank") + over, f"torch {reports[0].torch}", reports[0].transport]
     notes += [f"disk {disk.file_system}, {kind}"]
     notes += ["inter is a guess: one host was measured"] * (ranks == world) + ["so is intra: one rank"] * (ranks == 1)
     return "; ".join([*notes, f"other processes took {others:.0%} of the processors"])

@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from zerograph.core.errors import RankError, ZeroGraphError
+from zerograph.core.units import counted
 from zerograph.measure.job import Job, RankReport
 
 LIMIT = 180.0
@@ -28,7 +29,7 @@ def run_ranks(job: Job, tell: Callable[[str], None]) -> list[RankReport]:
     Raises:
         RankError: a rank failed, ended, or said nothing for :data:`LIMIT` seconds.
     """
-    tell(f"starting {job.world_size} rank{'s' * (job.world_size > 1)}")
+    tell(f"starting {counted(job.world_size, 'rank')}")
     # Not forked: OpenMP and CUDA do not survive a fork.
     context = get_context("spawn")
     processes: list[BaseProcess] = []

@@ -25,7 +25,7 @@ from zerograph.core.instructions import (
 )
 from zerograph.core.machine import is_disk
 from zerograph.core.placement import updated_late
-from zerograph.core.plan import Bucket, Placement, Plan
+from zerograph.core.plan import Bucket, Placement, Plan, tile_label
 from zerograph.core.program import Program
 from zerograph.core.step import layer_of, layer_of_activation
 
@@ -84,7 +84,7 @@ def _label(plan: Plan, part: TileKey) -> tuple[str, str]:
     if not 0 <= index < len(plan.buckets):
         return "", f"bucket {index}"
     bucket = plan.buckets[index]
-    return bucket.name, bucket.name if bucket.tiles == 1 else f"{bucket.name} tile {tile + 1}/{bucket.tiles}"
+    return bucket.name, tile_label(bucket.name, tile, bucket.tiles)
 
 
 def _each(programs: Sequence[Program]) -> Iterator[tuple[Program, int, Instruction]]:

@@ -15,20 +15,14 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from zerograph.cli.export.labels import (
-    KIND_COLOURS,
-    STREAM_COLOURS,
-    TIER_COLOURS,
-    picture_seconds,
-    tiers_used,
-)
+from zerograph.cli.export.labels import KIND_COLOURS, STREAM_COLOURS, TIER_COLOURS, picture_seconds, tiers_used
 from zerograph.cli.export.page_data import MEASURED, page_data
 from zerograph.cli.export.picture import peak_bytes
 from zerograph.cli.view.summary import micro_batches, of_peak
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import TIER_NAMES
-from zerograph.core.units import format_bytes, format_ranks
+from zerograph.core.units import counted, format_bytes, format_ranks
 
 SCRIPTS = ("base.js", "view.js", "timeline.js", "instruction.js", "tables.js", "main.js")
 """Put together in this order."""
@@ -95,8 +89,7 @@ def _colours() -> str:
 
 def _facts(file: PlanFile) -> str:
     plan = file.plan
-    ranks = format_ranks(plan.world_size, plan.replicas)
-    buckets = f"{len(plan.buckets)} bucket" + ("s" if len(plan.buckets) != 1 else "")
+    ranks, buckets = format_ranks(plan.world_size, plan.replicas), counted(len(plan.buckets), "bucket")
     return f"stage {plan.stage} · {ranks} · {file.machine.title} · {buckets} · plan {file.digest}"
 
 

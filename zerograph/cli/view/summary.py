@@ -17,7 +17,7 @@ from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.timeline import STREAMS, Forecast, Peak
-from zerograph.core.units import format_bytes, format_ranks, format_seconds
+from zerograph.core.units import counted, format_bytes, format_ranks, format_seconds
 
 BAR_WIDTH = 20
 NARROWEST, WIDEST = 16, 60
@@ -82,7 +82,7 @@ def headline(file: PlanFile, beside: Beside | None) -> list[Sequence[Cell]]:
     """Rows: what was planned, and how fast it is."""
     plan, forecast, measured = file.plan, file.forecast, beside.measured if beside else None
     ranks = format_ranks(plan.world_size, plan.replicas)
-    decided = f"stage {plan.stage}, {ranks}, {_count(len(plan.buckets), 'bucket')}"
+    decided = f"stage {plan.stage}, {ranks}, {counted(len(plan.buckets), 'bucket')}"
     rows: list[Sequence[Cell]] = [
         ["model", (file.model, "bold")],
         ["plan", f"{decided}, prefetch {plan.prefetch}"],
@@ -233,10 +233,6 @@ def _ratio(forecast: float, measured: float) -> str:
 
 def _percent(part: float, total: float) -> str:
     return f"{100 * part / total:.1f}%" if total else "-"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _three_digits(number: float) -> str:

@@ -44,7 +44,7 @@ from zerograph.core.param_bytes import (
     sent_bytes,
     shard_bytes,
 )
-from zerograph.core.plan import ParamTile, Placement, Plan, Residency
+from zerograph.core.plan import ParamTile, Placement, Plan, Residency, tile_label
 from zerograph.core.program import Program, Register, Segment, ends_resident, stays_resident
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.graph import ops
@@ -319,7 +319,7 @@ class _Lowering:
     def _move(self, what: str, node: fx.Node, size: int, tier: Tier) -> _Moving:
         info = node.meta["zg"]
         name = self.plan.buckets[info.bucket].name
-        label = name if info.tiles == 1 else f"{name} tile {info.tile + 1}/{info.tiles}"
+        label = tile_label(name, info.tile, info.tiles)
         facts = {"bucket": info.bucket, "tile": info.tile, "params": info.params, "offload_tier": tier}
         return lambda a, b, reads, outs: Move(a, b, what, label, name, size, reads, outs, **facts)
 

@@ -11,7 +11,7 @@ from zerograph.core.param_bytes import kept_in_host, sent_bytes, shard_bytes, up
 from zerograph.core.plan import DEVICE, Bucket, Overlap, Plan
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
-from zerograph.core.units import format_bytes, format_seconds
+from zerograph.core.units import counted, format_bytes, format_seconds
 from zerograph.planner.programs.placement import Shards
 from zerograph.planner.search.constraints import Constraints
 from zerograph.sim.rates import Rates
@@ -46,7 +46,7 @@ def reasons(
     if constraints.offload != "none":
         off = sum(bucket.placement != DEVICE for bucket in plan.buckets)
         cause = "it was chosen" if constraints.offload == "auto" else f"offload={constraints.offload} was asked for"
-        yield Reason("plan", f"shards of {off} {'bucket' if off == 1 else 'buckets'} off the device", cause)
+        yield Reason("plan", f"shards of {counted(off, 'bucket')} off the device", cause)
         if constraints.overlap != "none":
             why = _FASTEST if constraints.overlap == "auto" else _ASKED
             yield Reason("plan", f"an optimizer with {_ARGUMENTS[plan.overlap]}", why)
@@ -67,8 +67,7 @@ def reasons(
     if plan.loss_tiles > 1:
         yield Reason("loss", f"in {plan.loss_tiles} tiles of tokens", "logits never exist whole")
     if plan.token_tiles > 1:
-        layers = len(plan.token_regions)
-        text = f"{layers} layer{'s' * (layers > 1)} in {plan.token_tiles} tiles of "
+        text = f"{counted(len(plan.token_regions), 'layer')} in {plan.token_tiles} tiles of "
         if plan.by_sample:
             yield Reason("tokens", f"{text}whole samples", "a layer's weights are fetched and gathered once for all")
         else:
@@ -104,7 +103,7 @@ def _updated(step: Step, plan: Plan, moments: int) -> Iterator[Reason]:
     """The updates of the optimizer, and when they run."""
     trained = [param for param in step.params if param.trainable and step.training]
     if trained:
-        done = f"{len(trained)} parameter" + ("" if len(trained) == 1 else "s") + " updated"
+        done = f"{counted(len(trained), 'parameter')} updated"
         if all(bucket.placement.optimizer == "device" for bucket in plan.buckets):
             moved = sum(update_bytes(param, shard_bytes(param) * moments) for param in trained)
             done += f", {format_bytes(moved)} read and written"
@@ -119,8 +118,7 @@ def _updated(step: Step, plan: Plan, moments: int) -> Iterator[Reason]:
 
 def recomputed(plan: Plan) -> str:
     """The recomputed layers, for people."""
-    layers = "layer" if len(plan.recompute) == 1 else "layers"
-    text = f"{len(plan.recompute)} {layers} recomputed in the backward: {', '.join(runs(plan.recompute))}"
+    text = f"{counted(len(plan.recompute), 'layer')} recomputed in the backward: {', '.join(runs(plan.recompute))}"
     if not plan.save:
         return text
     kinds = Counter(name.removeprefix(layer_of_activation(name)).lstrip(".") for name in plan.save)
@@ -147,7 +145,7 @@ _SHOWN = 4
 
 def _decided(bucket: Bucket) -> str:
     """The bucket, for people: what is gathered together, when, how long it stays, and where its shards are."""
-    count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
+    count = counted(len(bucket.params), "parameter")
     tied = "".join(f", {p.name} is also {' and '.join(p.tied_to)}" for p in bucket.params if p.tied_to)
     ahead = "" if bucket.ahead is None else f", gathered {bucket.ahead} ahead"
     tiles = f", in {bucket.tiles} tiles" if bucket.tiles > 1 else ""

@@ -24,7 +24,7 @@ from zerograph.core.param_bytes import (
     update_bytes,
 )
 from zerograph.core.placement import copy_tier, second_copies, values_tier
-from zerograph.core.plan import Placement, Plan, tile_rows
+from zerograph.core.plan import Placement, Plan, tile_label, tile_rows
 from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
 from zerograph.sim.costs import TierBytes
@@ -200,7 +200,7 @@ def bucket_parts(
             tile=tile,
             tiles=tiles,
             name=name,
-            label=name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}",
+            label=tile_label(name, tile, tiles),
             unsharded=part(gathered, tile),
             sent=part(sent, tile),
             summed=part(reduced, tile),
