@@ -20,14 +20,7 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.resume_execution import ContinueExecutionCache
-from torch._dynamo.source import (
-    AttrSource,
-    ClosureSource,
-    DictGetItemSource,
-    GetItemSource,
-    GlobalSource,
-    LocalSource,
-)
+from torch._dynamo.source import AttrSource, ClosureSource, DictGetItemSource, GetItemSource, GlobalSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_compilation_metrics
 from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd as AOTDispatchAutograd

@@ -30,19 +30,7 @@ from zerograph.core.program import Program
 from zerograph.core.timeline import Forecast
 from zerograph.sim.buffers import GatherBuffers
 from zerograph.sim.cells import Cells
-from zerograph.sim.costs import (
-    ARRIVE,
-    COMPUTE,
-    FREE,
-    GATHER,
-    MARK,
-    REDUCE,
-    VIEW,
-    WAIT,
-    Costs,
-    Fact,
-    TierBytes,
-)
+from zerograph.sim.costs import ARRIVE, COMPUTE, FREE, GATHER, MARK, REDUCE, VIEW, WAIT, Costs, Fact, TierBytes
 from zerograph.sim.forecast import forecast
 from zerograph.sim.rates import Rates
 from zerograph.sim.tasks import LATE, Tasks

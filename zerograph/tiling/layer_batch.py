@@ -17,17 +17,7 @@ from zerograph.graph.attention import is_random
 from zerograph.graph.layers import layer_of_node
 from zerograph.graph.nodes import LayerGradient
 from zerograph.graph.ops import INSTRUCTIONS, SPILL_SAVED
-from zerograph.tiling.cuts import (
-    ALSO_POINTWISE,
-    ROWS,
-    SIZED,
-    VIEWS,
-    Cut,
-    Mixes,
-    is_pointwise,
-    is_slice_of,
-    shape_of,
-)
+from zerograph.tiling.cuts import ALSO_POINTWISE, ROWS, SIZED, VIEWS, Cut, Mixes, is_pointwise, is_slice_of, shape_of
 from zerograph.tiling.region import Growth, Region
 
 

@@ -18,15 +18,7 @@ from zerograph.cli.export.labels import (
     streams_used,
     tiers_used,
 )
-from zerograph.cli.export.picture import (
-    Bar,
-    bars,
-    byte_ticks,
-    memory_top,
-    peak_bytes,
-    peak_time,
-    time_ticks,
-)
+from zerograph.cli.export.picture import Bar, bars, byte_ticks, memory_top, peak_bytes, peak_time, time_ticks
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import TIER_NAMES, Tier

@@ -8,14 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zerograph.core.instructions import (
-    Compute,
-    Free,
-    Gather,
-    Reduce,
-    WaitGather,
-    WaitReduce,
-)
+from zerograph.core.instructions import Compute, Free, Gather, Reduce, WaitGather, WaitReduce
 from zerograph.core.param_bytes import copy_bytes
 from zerograph.core.program import Program
 from zerograph.core.step import ITEM_SIZE, Param

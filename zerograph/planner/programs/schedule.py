@@ -18,10 +18,7 @@ from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any
 
-from zerograph.core.instructions import (
-    Compute,
-    Update,
-)
+from zerograph.core.instructions import Compute, Update
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.placement import second_copies
