@@ -122,6 +122,14 @@ def test_what_mixes_samples(shape: tuple[int, ...], target: Any, args: tuple[Any
         cut_of_result(b.call(target, x, *args), x, Cut((0,), 4))
 
 
+@pytest.mark.parametrize(("over", "cut"), [([0], (0,)), ([0], (0, 1)), ([], (1,))])
+def test_a_sum_that_stays_as_a_dimension_of_1_is_of_several(over: list[int], cut: tuple[int, ...]) -> None:
+    b = Builder()
+    x = b.input("x", 3, 4, 5)
+    with pytest.raises(Mixes, match="makes one number of several tokens"):
+        cut_of_operand(b.call(aten.sum.dim_IntList, x, over, True), x, Cut(cut))
+
+
 def test_places_of_a_sample() -> None:
     b = Builder()
     rows = b.input("rows", 12, 8)

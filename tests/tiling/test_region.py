@@ -25,8 +25,8 @@ class _Nothing(Growth):
         return False
 
 
-def grown(node: fx.Node, cut: Cut | None) -> Region:
-    growth = _Everything(node, Region(count=4, large=0), lambda _: True)
+def grown(node: fx.Node, cut: Cut | None, count: int = 4) -> Region:
+    growth = _Everything(node, Region(count=count, large=0), lambda _: True)
     growth.enter(node, cut)
     return growth.region
 
@@ -38,7 +38,7 @@ def test_a_region_is_copied_for_a_part() -> None:
     wide = b.call(aten.relu.default, b.call(aten.mm.default, x, w))
     kept = b.call(aten.mul.Tensor, wide, b.call(aten.full.default, [1], 2))
     total = b.call(aten.mm.default, kept, v := b.input("v", 6, 4))
-    region = grown(total, None)
+    region = grown(total, None, count=6)
     assert region.cuts[total] is None and region.cuts[wide] == COLUMNS
     assert {source: cut for (_, source), cut in region.given.items()} == {w: COLUMNS, v: ROWS}
 

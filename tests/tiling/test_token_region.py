@@ -192,6 +192,22 @@ def by_position(b: Builder, logits: fx.Node) -> fx.Node:
     return b.call(aten.mul.Tensor, b.call(aten.view.default, logits, [3, 4, WORDS]), b.input("w", 4, 1))
 
 
+def repeated(b: Builder, logits: fx.Node) -> fx.Node:
+    """One sequence, beside each of four."""
+    one = b.call(aten.view.default, logits, [1, TOKENS, WORDS])
+    return b.call(aten.sum.dim_IntList, b.call(aten.expand.default, one, [4, TOKENS, WORDS]), [2])
+
+
+def with_four_others(b: Builder, logits: fx.Node) -> fx.Node:
+    one = b.call(aten.view.default, logits, [1, TOKENS, WORDS])
+    return b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, one, b.input("four", 4, TOKENS, 1)), [2])
+
+
+def repeated_before_it_is_shifted(b: Builder, logits: fx.Node) -> fx.Node:
+    one = b.call(aten.expand.default, b.call(aten.view.default, logits, [1, TOKENS, WORDS]), [4, TOKENS, WORDS])
+    return b.call(aten.sum.dim_IntList, b.call(aten.slice.Tensor, one, 1, 0, 11), [2])
+
+
 def centered(b: Builder, logits: fx.Node) -> fx.Node:
     """A sum over tokens that is read as if it were one of words."""
     mean = b.call(aten.sum.dim_IntList, logits, [0])
@@ -242,6 +258,9 @@ def two_results(b: Builder, logits: fx.Node) -> fx.Node:
         (summed_up, "is not known to treat every token by itself"),
         (parts, "makes several tensors"),
         (by_position, "takes batch and sequence apart"),
+        (repeated, "repeats tokens"),
+        (with_four_others, "repeats tokens"),
+        (repeated_before_it_is_shifted, "repeats tokens"),
     ],
 )
 def test_the_reason_why_logits_have_to_be_untiled(use: Callable[[Builder, fx.Node], fx.Node], why: str) -> None:

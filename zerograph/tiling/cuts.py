@@ -180,7 +180,11 @@ def cut_of_operand(node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | Non
         if target is aten.select_scatter.default and _selected(node) not in cut.dims:
             return cut if source is node.args[0] else cut.without([_selected(node)])
         if target in _REDUCTIONS:
-            return cut if _keeps(node) else cut.beside(_over(node))
+            if not _keeps(node):
+                return cut.beside(_over(node))
+            if _over(node).isdisjoint(cut.dims):
+                return cut
+            raise Mixes(node, "makes one number of several {}s")
         if is_slice_of(node, cut):
             if source is sliced(node):
                 return cut

@@ -90,18 +90,14 @@ class _BatchGrowth(Growth):
     def entered(self, node: fx.Node, cut: Cut | None) -> None:
         if cut is not None and is_slice_of(node, cut):
             raise Mixes(node, "takes some {}s")
-        self._check_places(node, node, cut)
         super().entered(node, cut)
 
     def operand(self, node: fx.Node, source: fx.Node, cut: Cut | None) -> Cut | None:
         found = super().operand(node, source, cut)
-        if found is not None:
-            # Of a sum over samples, nothing but the region says how many there are.
-            found = Cut(found.dims, self.region.count)
-            self._check_places(node, source, found)
-        return found
+        # Of a sum over samples, nothing but the region says how many there are.
+        return Cut(found.dims, self.region.count) if found is not None else None
 
-    def _check_places(self, node: fx.Node, made: fx.Node, cut: Cut | None) -> None:
+    def check_places(self, node: fx.Node, made: fx.Node, cut: Cut | None) -> None:
         """Refuse sizes that are not known, and dimensions that do not have as many places of each sample."""
         if not isinstance(made.meta.get("val"), torch.Tensor):
             return

@@ -111,10 +111,12 @@ class Growth:
         if is_random(node):
             raise Mixes(node, "is random: a part of it would be another one")
         self.entered(node, cut)
+        self.check_places(node, node, cut)
         for source in node.all_input_nodes:
             if source is behind or not isinstance(source.meta.get("val"), (torch.Tensor, tuple, list)):
                 continue
             wanted, found = self.operand(node, source, cut), self.region.cuts.get(source)
+            self.check_places(node, source, wanted)
             if found is not None:
                 if found != wanted:
                     raise Mixes(node, "mixes {}s with something else")
@@ -196,6 +198,18 @@ class Growth:
             self._look_through(window, node)
         if node.target in SEVERAL.keys() | ATTENTION and cut is not None:
             self.region.cuts.update((part, cut_of_result(part, node, cut)) for part in self._users(node))
+
+    def check_places(self, node: fx.Node, made: fx.Node, cut: Cut | None) -> None:
+        """Refuse ``made``, which ``node`` makes or reads, if it has not one place for each token.
+
+        A batch of one has dimensions of 1, along which operators repeat tokens.
+        """
+        if cut is None or not isinstance(made.meta["val"], torch.Tensor):
+            return
+        places, window = math.prod(cut.sizes(shape_of(made))), self.region.window
+        counts = (self.region.count,) if window is None else (window.all, window.count)
+        if not isinstance(places, int) or places not in counts:
+            raise Mixes(node, "repeats {}s")
 
     def makes(self, node: fx.Node, source: fx.Node, cut: Cut) -> bool:
         """Whether ``source``, which ``node`` reads, is to be made part by part too: here, what is large."""
