@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from zerograph.compiler.agreement import Agreement
 from zerograph.compiler.compilation import Plain
 from zerograph.compiler.room import Disk, room_on, rooms
+from zerograph.compiler.torch_private import float32_products
 from zerograph.core.config import ROOM, Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import tiers_run
@@ -420,11 +421,9 @@ def machine_of(config: Config, device: torch.device) -> Machine:
 
 
 def _precision() -> Precision:
-    """The precision of float32 products, from the newer of torch's two settings, which knows of both."""
-    backends = torch.backends
-    precision = backends.cuda.matmul.fp32_precision
-    everywhere: str = getattr(backends, "fp32_precision")  # noqa: B009  torch does not type it
-    return "high" if (precision if precision != "none" else everywhere) == "tf32" else "highest"
+    """The precision of float32 products on CUDA."""
+    cuda, _, everywhere = float32_products()
+    return "high" if (cuda if cuda != "none" else everywhere) == "tf32" else "highest"
 
 
 def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +38,32 @@ def test_segments_are_compiled_and_stored() -> None:
         assert result.tolist() == [[18, 18], [18, 18]]
     with pytest.raises(Uncacheable):
         torch_private.stored_segment(lambda args: args)
+
+
+@pytest.fixture
+def products() -> Iterator[Sequence[Any]]:
+    """Where torch says how float32 products are computed: everywhere, on CUDA, on CPUs; none is set around a test."""
+    backends: Any = torch.backends
+    settings = (backends, backends.cuda.matmul, backends.mkldnn.matmul)
+
+    def unset() -> None:
+        for setting in settings:
+            setting.fp32_precision = "none"
+
+    unset()
+    yield settings
+    unset()
+
+
+def test_kernels_are_written_by_either_setting_of_float32_products(products: Sequence[Any]) -> None:
+    found = {torch_private.kernel_settings()}
+    for setting, precision in zip(products, ("tf32", "tf32", "bf16"), strict=True):
+        setting.fp32_precision = precision
+        found.add(torch_private.kernel_settings())
+        setting.fp32_precision = "none"
+    torch.set_float32_matmul_precision("medium")
+    found.add(torch_private.kernel_settings())
+    assert len(found) == 5
 
 
 def test_segments_are_no_cuda_graphs() -> None:

@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._filelock import FileLock
 
 from zerograph.compiler.lowering.kernel_library import joined
-from zerograph.compiler.torch_private import Uncacheable, fake_mode_of
+from zerograph.compiler.torch_private import Uncacheable, fake_mode_of, float32_products
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def kernel_settings() -> tuple[object, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
+        float32_products(),
         inductor_config.get_hash(),  # type: ignore[attr-defined]
     )
 
