@@ -31,7 +31,7 @@ from zerograph.core.instructions import (
 from zerograph.core.plan import ParamTile
 from zerograph.core.program import Program
 from zerograph.core.slots import LEAVING
-from zerograph.runtime.buffers import padded
+from zerograph.runtime.buffers import padded, torch_dtype
 from zerograph.runtime.comm.communicator import Communicator, HostGathers
 from zerograph.runtime.comm.entry import Entry, reason_of
 from zerograph.runtime.comm.wires import finish_gather, host_parts, start_gather, start_gather_inside
@@ -217,7 +217,7 @@ class Executor:
     def _accumulate(self, instruction: Accumulate, registers: list[Any]) -> None:
         terms: list[Tensor] = [registers[r] for r in instruction.terms]
         total: Tensor | None = None if instruction.first else registers[instruction.out]
-        registers[instruction.out] = added(total, terms)
+        registers[instruction.out] = added(total, terms, torch_dtype(instruction.dtype))
 
     def _scale(self, instruction: Scale, registers: list[Any]) -> None:
         by = registers[instruction.by]
@@ -390,12 +390,13 @@ def _method(instruction: Instruction) -> str:
     return _METHODS[type(instruction)]
 
 
-def added(total: Tensor | None, terms: Sequence[Tensor]) -> Tensor:
-    """``total``, in place, plus the one term, or the matrix product of two; the first sum where there is none yet."""
+def added(total: Tensor | None, terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """``total``, in place, plus the one term, or the matrix product of two; the first sum, in ``dtype``, where there is
+    none yet."""
     if len(terms) == 2 and total is not None and total.dtype == terms[0].dtype:
         return torch.addmm(total, *terms, out=total)
     term = torch.mm(*terms) if len(terms) == 2 else terms[0]
     if total is not None:
         return total.add_(term)
     # What is computed in 16 bits is rounded once per tile, and not once more with each sum.
-    return term.to(torch.promote_types(term.dtype, torch.float32), copy=len(terms) == 1)
+    return term.to(dtype, copy=len(terms) == 1)

@@ -120,8 +120,11 @@ class Place(_TileEnd):
 class Accumulate(_TileEnd):
     """Add the one term, or the matrix product of two, to ``out``, in place.
 
-    Sums are in float32 at least: 16 bits would round after every tile.
+    Attributes:
+        dtype: of ``out``.
     """
+
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,9 +281,13 @@ def part_of(graph: fx.Graph, source: fx.Node, dim: int, begin: int, end: int, li
 
 
 def added(graph: fx.Graph, terms: Sequence[fx.Node], into: fx.Node | None, like: fx.Node) -> fx.Node:
-    """Add a tile's term, or the product of two, to the sum of all tiles in place of ``like``: in float32 at least."""
+    """Add a tile's term, or the product of two, to the sum of all tiles in place of ``like``.
+
+    16 bits would round after every tile: their sums are in float32. Integers stay what they are.
+    """
     val = like.meta["val"]
-    summed = val.new_empty(val.shape, dtype=torch.promote_types(val.dtype, torch.float32))
+    dtype = torch.promote_types(val.dtype, torch.float32) if val.is_floating_point() else val.dtype
+    summed = val.new_empty(val.shape, dtype=dtype)
     return call(graph, ACCUMULATE, (list(terms), into), summed, like)
 
 

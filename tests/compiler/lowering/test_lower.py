@@ -139,6 +139,16 @@ def test_all_but_the_first_product_read_the_sum_that_they_are_added_to() -> None
     assert [(i.packed, i.moved) for i in ends] == [(factors, factors + made), (factors, factors + 2 * made)]
 
 
+def test_tiles_are_summed_in_float32_at_least_and_whole_numbers_in_their_own() -> None:
+    for dtype, summed in ((torch.bfloat16, "float32"), (torch.float64, "float64"), (torch.int64, "int64")):
+        b = Builder()
+        x = b.input("x", 4, dtype=dtype)
+        gm = b.output(added(b.graph, [x], added(b.graph, [x], None, x), x))
+        program, _ = lower(gm, "inference", SegmentCache("eager"), plan(gm))
+        ends = [i for i in program.instructions if isinstance(i, Accumulate)]
+        assert [i.dtype for i in ends] == [summed, summed]
+
+
 def test_every_register_that_is_not_returned_dies_once() -> None:
     for program in compiled(Stack(Layer(8), Layer(8)), 4).program.values():
         dead = Counter(r for step in program.instructions for r in step.dead)

@@ -169,6 +169,12 @@ def test_tiles_go_into_one_tensor(dtype: torch.dtype) -> None:
     torch.testing.assert_close(product, (x[:2].T @ w[:2]).float() + (x[2:].T @ w[2:]).float())
 
 
+def test_whole_numbers_of_tiles_are_added_up_whole() -> None:
+    tiles = [Accumulate((0,), 1, first, dtype="int64") for first in (True, False)]
+    run, _ = executor(program(*tiles, inputs=1, registers=2, outputs=(1,)))
+    assert run([torch.tensor([2**24 + 1])])[0].tolist() == [2**25 + 2]
+
+
 def test_registers_die_as_early_as_they_can() -> None:
     """An input is gone once the last segment that reads it has begun, an intermediate after its last reader."""
     died: list[str] = []

@@ -59,6 +59,7 @@ from zerograph.graph.nodes import (
 )
 from zerograph.graph.torch_private import LOOKUP_SEED
 from zerograph.planner.programs.host_parts import with_host_parts
+from zerograph.runtime.buffers import dtype_name
 from zerograph.sim.check import require_programs
 
 
@@ -246,7 +247,7 @@ class _Lowering:
                 _, _, shape, dim, begin = node.args
                 instruction = Place(**self._end_of_tile(node), shape=tuple(shape), dim=dim, begin=begin)  # type: ignore[arg-type]
             case ops.ACCUMULATE:
-                instruction = Accumulate(**self._end_of_tile(node))
+                instruction = Accumulate(**self._end_of_tile(node), dtype=dtype_name(node.meta["val"].dtype))
             case ops.SCALE:
                 (source, by), out = self._regs(node.args), self._register(node)
                 module, _ = _module_and_line([node])
