@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from graphs import Builder
 from torch import fx
 
+from zerograph.graph.ops import PLACE
 from zerograph.tiling.cuts import Cut, Mixes
 from zerograph.tiling.layer_batch import batch_region
+from zerograph.tiling.token_tiles import write_tiles
 
 aten = torch.ops.aten
 SAMPLES, TOKENS, WIDTH = 4, 3, 8
@@ -76,6 +79,27 @@ def test_what_looks_at_several_samples_leaves_the_layer_whole() -> None:
     b.output(stream)
     with pytest.raises(Mixes, match="is not known to treat every sample by itself"):
         batch_region(wide)
+
+
+def test_a_state_that_attention_saves_and_nobody_reads_is_the_first_parts() -> None:
+    """As on CUDA, where the backward is given seed and offset, without dropout too."""
+    b = builder()
+    parts: list[fx.Node] = []
+
+    def attended(x: fx.Node) -> fx.Node:
+        heads = b.call(aten.view.default, x, [SAMPLES, 1, TOKENS, WIDTH])
+        made = b.call(aten._scaled_dot_product_efficient_attention.default, heads, heads, heads, None, True)
+        parts.extend(b.call(operator.getitem, made, at) for at in range(4))
+        return as_samples(b, parts[0])
+
+    wide, stream = layer(b, attended)
+    gm = b.output(stream, *parts)
+    assert write_tiles(gm.graph, batch_region(wide), 2) == 2
+    gm.graph.lint()
+    *_, sums, seed, offset = gm.graph.output_node().args[0]
+    assert sums.target is PLACE
+    attention = seed.args[0]
+    assert (seed.args, offset.args) == ((attention, 2), (attention, 3)) and attention < sums.args[1]
 
 
 def test_some_samples_are_no_part() -> None:

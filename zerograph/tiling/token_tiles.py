@@ -136,6 +136,8 @@ class _TokenLoop:
                 share = (end - begin) / self.region.count
                 terms = [computed(self.graph, aten.mul.Tensor, (terms[0], share), node)]
             return added(self.graph, terms, into, node)
+        if not tokens.dims:
+            return into or terms[0]  # of all tiles
         val, places = node.meta["val"], tokens.places(node)
         shape, dim = tokens.of_part(val.shape, self.region.count * places), tokens.dim
         if (order := memory_order(val)) is not None and len(tokens.dims) == 1:
@@ -146,6 +148,8 @@ class _TokenLoop:
     def _as_before(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """``made``, the result of the tiles, with the shape and dtype of ``node``."""
         val, tokens = node.meta["val"], self.region.cuts[node]
+        if tokens is not None and not tokens.dims:
+            return made
         if tokens is not None and (order := memory_order(val)) is not None and len(tokens.dims) == 1:
             back = [order.index(dim) for dim in range(len(order))]
             return computed(self.graph, aten.permute.default, (made, back), node)
