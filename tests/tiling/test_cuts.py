@@ -159,6 +159,18 @@ def test_of_several_tensors_each_has_the_samples_and_lacks_what_is_unbound() -> 
         cut_of_result(node, x, Cut((0,), 3))
 
 
+def test_a_variance_without_dimensions_is_over_all_of_them() -> None:
+    b = Builder()
+    x = b.input("x", 3, 4, 5)
+    over_all, over_last = b.call(aten.var_mean.correction, x), b.call(aten.var_mean.correction, x, [2])
+    for node in (over_all, over_last):
+        node.kwargs = {"keepdim": True}
+    assert cut_of_result(over_last, x, Cut((0, 1))) == cut_of_operand(over_last, x, Cut((0, 1))) == Cut((0, 1))
+    for find in (cut_of_result, cut_of_operand):
+        with pytest.raises(Mixes, match="makes several tensors"):
+            find(over_all, x, Cut((1,)))
+
+
 def test_one_place_is_written_where_it_is_taken() -> None:
     b = Builder()
     x, part = b.input("x", 3, 4, 5), b.input("part", 4, 5)

@@ -238,9 +238,7 @@ def shape_of(node: fx.Node) -> list[int]:
 def _of_several(node: fx.Node, cut: Cut) -> Cut:
     """The cut of what ``node`` makes several tensors of, which each has too."""
     at, keeps = SEVERAL[node.target]
-    named: Any = node.args[at] if len(node.args) > at else 0
-    rank = len(shape_of(node.all_input_nodes[0]))
-    dims = {dim % rank for dim in (named if isinstance(named, (list, tuple)) else [named])}
+    dims = _over(node) if keeps else {_dim_of_first(node, at)}
     if not dims.isdisjoint(cut.dims) or (keeps and not node.kwargs.get(keeps)):
         raise Mixes(node, "makes several tensors of them")
     return cut
@@ -422,7 +420,7 @@ SEVERAL: Mapping[Any, tuple[int, str]] = {
     aten.split.Tensor: (2, ""), aten.split_with_sizes.default: (2, ""), aten.var_mean.correction: (1, "keepdim"),
     aten.unbind.int: (1, ""),
 }  # fmt: skip
-"""Operators that make several tensors, along which dimensions, and what says that these stay."""
+"""Operators that make several tensors, along which dimensions, and of a reduction what says that these stay."""
 _FILLED: Mapping[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0}
 """Where operators that fill a tensor with one number are given it."""
 _LINEAR: Mapping[Any, Literal["each", "both", "first"]] = {
