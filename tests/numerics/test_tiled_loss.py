@@ -142,6 +142,11 @@ def square(logits: Tensor, targets: Tensor) -> Tensor:
     return (logits.sigmoid() - F.one_hot(targets, WORDS)).square().mean((0, 1)).sum()
 
 
+def brier(logits: Tensor, targets: Tensor) -> Tensor:
+    """A loss of probabilities, some of which are shifted away."""
+    return (logits[:, :-1].softmax(-1) - F.one_hot(targets[:, 1:], WORDS)).square().sum(-1).mean()
+
+
 def contrastive(logits: Tensor, targets: Tensor) -> Tensor:
     """Each token's label is its place: what tiles are given of a constant is theirs alone."""
     places = torch.arange(targets.numel()).unsqueeze(1)
@@ -150,7 +155,7 @@ def contrastive(logits: Tensor, targets: Tensor) -> Tensor:
 
 LOSSES: tuple[Loss, ...] = (
     plain, upcast, smoothed, weighted, summed, per_token, z_loss, capped, by_hand, shifted, shifted_copy,
-    shifted_policy, few, of_words, transposed, transposed_and_shifted, binary, square, contrastive,
+    shifted_policy, few, of_words, transposed, transposed_and_shifted, binary, square, brier, contrastive,
 )  # fmt: skip
 
 

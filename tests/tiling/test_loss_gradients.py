@@ -57,7 +57,8 @@ def chosen(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
 
 def softmax(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
     grad = times(b, made, tangent)
-    return b.call(aten.sub.Tensor, grad, times(b, made, b.call(aten.sum.dim_IntList, grad, [1], True)))
+    total = b.call(aten.sum.dim_IntList, grad, [1], True)
+    return b.call(prims.fma.default, b.call(aten.neg.default, made), total, grad)
 
 
 def padded(b: Builder, made: fx.Node, tangent: fx.Node, *filled: float) -> fx.Node:
@@ -88,6 +89,14 @@ def shifted(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
     return b.call(aten.add.Tensor, made, times(b, made, tangent))
 
 
+def shifted_product(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
+    return b.call(prims.fma.default, made, times(b, made, tangent), made)
+
+
+def shifted_by_product(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
+    return b.call(prims.fma.default, made, made, times(b, made, tangent))
+
+
 def otherwise(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
     one = b.call(aten.full.default, [], 1.0)
     return times(b, made, b.call(aten.where.self, b.input("wanted", TOKENS, 1, dtype=torch.bool), tangent, one))
@@ -102,7 +111,12 @@ def of_two(b: Builder, made: fx.Node, tangent: fx.Node) -> fx.Node:
     return b.call(aten.add.Tensor, times(b, made, tangent), other)
 
 
-@pytest.mark.parametrize("scaled", [squared, inverse, clamped, shifted, otherwise, padded_with_ones, of_two])
+NOT_LINEAR = [
+    squared, inverse, clamped, shifted, shifted_product, shifted_by_product, otherwise, padded_with_ones, of_two,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scaled", NOT_LINEAR)
 def test_what_is_not_linear_in_one_number_is_left(scaled: Scaling) -> None:
     assert found_of(scaled)[0] is None
 

@@ -218,8 +218,12 @@ def is_zeros(node: Any) -> bool:
     return filled and bool(node.args[_FILLED[node.target]] == 0)
 
 
-def linear_in(node: fx.Node) -> Literal["each", "both", "first"] | None:
-    """In which of its first two arguments ``node`` is linear: in each, in both at once, in the first, or in none."""
+Linear = Literal["each", "both", "first", "factor and term"]
+
+
+def linear_in(node: fx.Node) -> Linear | None:
+    """In which of its first arguments ``node`` is linear: in each of two, in both at once, in the first, in one of two
+    factors and a term at once, or in none."""
     if node.target is aten.constant_pad_nd.default and any(node.args[2:]):
         return None  # pads with another number than zero
     return "first" if is_view(node) else _LINEAR.get(node.target)
@@ -423,7 +427,8 @@ SEVERAL: Mapping[Any, tuple[int, str]] = {
 """Operators that make several tensors, along which dimensions, and of a reduction what says that these stay."""
 _FILLED: Mapping[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0}
 """Where operators that fill a tensor with one number are given it."""
-_LINEAR: Mapping[Any, Literal["each", "both", "first"]] = {
+_LINEAR: Mapping[Any, Linear] = {
+    prims.fma.default: "factor and term",  # of a softmax's gradient
     aten.mul.Tensor: "each", aten.mm.default: "each", aten.add.Tensor: "both", aten.sub.Tensor: "both",
     **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default, aten.neg.default, aten.div.Tensor), "first"),
     **dict.fromkeys((aten.div.Scalar, aten.mul.Scalar, aten.clone.default, aten._to_copy.default), "first"),

@@ -7,6 +7,7 @@ need not compute logits again. Not in float16, whose small gradients only a scal
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import fx
 
 from zerograph.graph.descent import reached
 from zerograph.graph.nodes import aten, backward_nodes, is_view
-from zerograph.tiling.cuts import is_zeros, linear_in
+from zerograph.tiling.cuts import Linear, is_zeros, linear_in
 from zerograph.tiling.region import Region
 
 
@@ -66,7 +67,7 @@ def _is_linear(node: fx.Node, scaled: set[fx.Node]) -> bool:
     if len(places) < sum(source in scaled for source in node.all_input_nodes):
         return False
     if (linear := linear_in(node)) is not None:
-        return len(places) == 1 if linear == "each" else places == ([0, 1] if linear == "both" else [0])
+        return places in _PLACES[linear]
     if target in (aten.scatter_add.default, aten.scatter.src):
         return places == [3] and is_zeros(node.args[0])
     if target is aten.slice_scatter.default:
@@ -74,3 +75,9 @@ def _is_linear(node: fx.Node, scaled: set[fx.Node]) -> bool:
     if target is aten.where.self:
         return all(place in places or is_zeros(node.args[place]) for place in (1, 2)) and 0 not in places
     return False
+
+
+_PLACES: Mapping[Linear, list[list[int]]] = {
+    "each": [[0], [1]], "both": [[0, 1]], "first": [[0]], "factor and term": [[0, 2], [1, 2]],
+}  # fmt: skip
+"""Which arguments may be scaled where a result is linear in them."""

@@ -81,6 +81,8 @@ def zero_outside(inside: Mapping[fx.Node, Cut | None]) -> set[fx.Node]:
             is_zero = is_zeros(node.args[0]) and (is_slice_of(node, tokens) or zero[1])
         elif (linear := linear_in(node)) == "each":
             is_zero = any(zero)
+        elif linear == "factor and term":
+            is_zero = any(zero[:2]) and zero[2]
         else:
             is_zero = all(zero) if linear == "both" else linear == "first" and zero[0]
         if is_zero:
