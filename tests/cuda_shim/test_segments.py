@@ -76,6 +76,16 @@ CASES = {
         ),
         {"batch_tiles": 2},
     ),
+    "ViT in parts of the batch, saved": SegmentCase(
+        "vit",
+        A100,
+        Expected(
+            [1, 3, 4, 0, 4, 0, 5, 1, 3, 1, 4, 4, 7, 4, 4, 10, 3],
+            [0, 1, 6, 0, 6, 0, 1, 0, 2, 0, 2, 2, 0, 4, 4, 0, 0],
+            FLASH | {"convolution_backward.default"},
+        ),
+        {"batch_tiles": 2, "recompute": "none"},
+    ),
     "Llama": SegmentCase(
         "llama",
         H100,
