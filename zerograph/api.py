@@ -321,7 +321,8 @@ def backend(*positional: Any, **options: Any) -> Backend:
             gradients reduced and spilled once (docs/guide/tiling.md). What a layer saves is of the whole batch. Else as
             ``token_tiles``, beside which it has no place.
         loss_only: True: a forward that records gradients returns None in place of logits, keys, values and every other
-            output of two dimensions or more that a gradient reaches, beside its one loss. Evaluation returns all.
+            output of two dimensions or more that a gradient reaches, beside its one loss. Under ``torch.no_grad()`` it
+            returns all; ``model.eval()`` alone does not change that.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
         plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
             prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import pytest
@@ -64,6 +65,17 @@ def test_logits_are_none_in_training_and_there_in_evaluation() -> None:
     assert found.accuracy is not None and "argmax" not in str(backend.report().whole_logits)
     with torch.no_grad():
         assert model(IDS, IDS).logits.shape == model(IDS).logits.shape == (2, 6, 50)
+
+
+def test_who_evaluates_with_gradients_is_told_how_to_get_logits(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "zerograph")
+    model = Model().eval()
+    compiled(model, loss_only=True)
+    for _ in range(2):
+        assert model(IDS, IDS).logits is None
+    assert caplog.text.count("None in place of 1 outputs beside its loss; call the model under torch.no_grad()") == 1
+    with torch.no_grad():
+        assert model(IDS, IDS).logits is not None
 
 
 def test_the_report_says_which_argument_helps() -> None:

@@ -1,11 +1,12 @@
 """Let a training forward return its loss and no logits, which nobody reads there.
 
 Models of transformers return logits, keys and values beside the loss. An output of a graph exists whole, until the
-caller lets go of it. In evaluation nothing changes.
+caller lets go of it. Under ``torch.no_grad()`` nothing changes; ``model.eval()`` alone has gradients.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import fx
 from zerograph.compiler.torch_private import ends_at_graph_break
 from zerograph.graph.descent import reached
 from zerograph.graph.nodes import output_of
+
+log = logging.getLogger(__name__)
 
 CompiledFunction = Callable[..., Any]
 
@@ -37,6 +40,10 @@ def return_loss_only(gm: fx.GraphModule) -> Callable[[CompiledFunction], Compile
         others = {i for i, value in enumerate(values) if _rank(value) >= 2 and value in made_of}
     if not others:
         return lambda compiled: compiled
+    log.info(
+        "loss_only=True: this forward returns None in place of %d outputs beside its loss; call the model under "
+        "torch.no_grad() to get them", len(others),
+    )  # fmt: skip
     kept = [i for i in range(len(values)) if i not in others]
     output.args = (tuple(values[i] for i in kept),)
     gm.recompile()
