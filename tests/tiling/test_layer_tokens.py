@@ -66,6 +66,14 @@ def test_a_second_product_as_wide_begins_it_too() -> None:
     assert gate.name in names(next(wide_products(b.graph.nodes, [NAME])))
 
 
+def test_tokens_that_are_repeated_are_repeated_outside() -> None:
+    b = builder()
+    down = b.mm(middle := wide(b, b.input("x", TOKENS, WIDTH)), b.input("down", WIDE, WIDTH))
+    one = b.call(aten.view.default, down, [1, TOKENS, WIDTH])
+    b.output(b.call(aten.mul.Tensor, one, b.input("three", 3, TOKENS, 1)))
+    assert names(middle) == [middle.name, down.name, one.name]
+
+
 def test_what_another_layer_makes_stays_outside() -> None:
     b = builder()
     b.module = "L['self'].blocks.1"
