@@ -165,6 +165,32 @@ def messages_of_lists(
     same(message, wanted)
 
 
+@_settings
+@given(
+    data=st.data(),
+    seed=SEEDS,
+    sizes=lists(messages.BLOCK),
+    number=st.sampled_from([1, 2, 3, 7, 48, 257]),
+    shift=st.sampled_from([0, 0, 1]),
+    scale=st.sampled_from([1.0, 1e4, 1e-6, 1e-37, 1e-44]),
+    poison=POISON,
+)
+def means_of_lists(
+    device: str, data: st.DataObject, seed: int, sizes: list[int], number: int, shift: int, scale: float, poison: Any
+) -> None:
+    """To the bits of torch's two operators: a division in the dtype of the sums, and a cast."""
+    torch.manual_seed(seed)
+    sums = [tensor(n, data.draw(DTYPES), device, shift, scale) for n in sizes]
+    poisoned(sums, poison)
+    outs = [torch.full_like(total, 7.0, dtype=data.draw(DTYPES)) for total in sums]
+    again = [out.clone() for out in outs]
+    messages.divide(sums, number, outs)
+    messages.divide(sums, number, again)
+    for total, out, other in zip(sums, outs, again, strict=True):
+        same(out, other)
+        same(bits_of(out), bits_of((total.cpu() / number).to(out.dtype)))
+
+
 WIRES = st.sampled_from(["fp8", "int8", "int4", "sign"])
 TILE = wires.BLOCKS * WIRE_BLOCK
 ELEMENTS = st.sampled_from([0, 1, 7, 33, WIRE_BLOCK, WIRE_BLOCK + 1, TILE - 1, TILE, TILE + 3, 2 * TILE + 5])

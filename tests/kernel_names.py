@@ -5,6 +5,7 @@ NAMES = (
     "sum_of_squares_of_lists",
     "squares_do_not_overflow",
     "messages_of_lists",
+    "means_of_lists",
     "wires_of_rows",
     "wires_of_any_bytes",
     "wires_round_to_even",

@@ -20,7 +20,7 @@ from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, dtype_name, torch_dtype
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
-from zerograph.runtime.comm.packing import gradient_message, padded_shards
+from zerograph.runtime.comm.packing import gradient_message, means, padded_shards
 from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.waiting import BegunWait
 from zerograph.runtime.comm.wires import Terms, spread
@@ -436,14 +436,8 @@ class GroupCommunicator(Communicator):
         for work in pending.works:
             self._wait(work)
         others = [i for i, p in enumerate(pending.params) if not self._exchanges(p)]
-        # A device works on a list in a launch or two, where one by one each gradient takes one.
-        means = torch._foreach_div([pending.results[i] for i in others], self.world_size) if others else []
-        dtypes = [torch_dtype(pending.params[i].dtype) for i in others]
-        if any(mean.dtype != dtype for mean, dtype in zip(means, dtypes, strict=True)):
-            cast = [torch.empty_like(mean, dtype=dtype) for mean, dtype in zip(means, dtypes, strict=True)]
-            torch._foreach_copy_(cast, list(means))
-            means = cast
-        for i, mean in zip(others, means, strict=True):
+        sums, dtypes = [pending.results[i] for i in others], [torch_dtype(pending.params[i].dtype) for i in others]
+        for i, mean in zip(others, means(sums, self.world_size, dtypes), strict=True):
             pending.results[i] = mean.view(pending.params[i].shard_shape(self.rank))
         if pending.exchanged is not None:
             exchanged, terms, exchange = pending.exchanged

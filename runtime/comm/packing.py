@@ -1,7 +1,8 @@
-"""A rank's message to a collective: shards padded to one length, or gradients cut into one row for each rank.
+"""A rank's message to a collective: shards padded to one length, or gradients cut into one row for each rank; and the
+means of what a reduction has summed.
 
-On a GPU with Triton one launch casts, pads and packs all tensors of one dtype; elsewhere torch does, one by one. Both
-give the same bits.
+On a GPU with Triton one launch casts, pads and packs all tensors of one dtype, and one divides and casts all sums;
+elsewhere torch does. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -81,6 +82,30 @@ def gradient_message(
     return message
 
 
+def means(sums: Sequence[Tensor], ranks: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Each of ``sums`` divided by the number of ``ranks``, cast to its dtype of ``dtypes``, in memory of its own: of a
+    message that ranks had sent all lives as long as a part of it.
+
+    Args:
+        sums: flat, of one device; each quotient is first rounded to its dtype.
+        ranks: that have summed them.
+        dtypes: of the means.
+    """
+    if not sums:
+        return []
+    if all(_packs(total.device, total.dtype, dtype) for total, dtype in zip(sums, dtypes, strict=True)):
+        found = [torch.empty_like(total, dtype=dtype) for total, dtype in zip(sums, dtypes, strict=True)]
+        _divide(sums, ranks, found)
+        return found
+    # A device works on a list in a launch or two, where one by one each gradient takes one.
+    quotients = list(torch._foreach_div(list(sums), ranks))
+    if all(total.dtype == dtype for total, dtype in zip(quotients, dtypes, strict=True)):
+        return quotients
+    found = [torch.empty_like(total, dtype=dtype) for total, dtype in zip(quotients, dtypes, strict=True)]
+    torch._foreach_copy_(found, quotients)
+    return found
+
+
 def _packs(device: torch.device, *dtypes: torch.dtype) -> bool:
     return kernels.available(device) and all(dtype in kernels.DTYPES for dtype in dtypes)
 
@@ -98,3 +123,9 @@ def _pack(tensors: Sequence[Tensor], lengths: Sequence[int], offsets: Sequence[i
     from zerograph.runtime.kernels import messages  # imports Triton
 
     messages.pack(tensors, lengths, offsets, message)
+
+
+def _divide(sums: Sequence[Tensor], number: int, outs: Sequence[Tensor]) -> None:
+    from zerograph.runtime.kernels import messages
+
+    messages.divide(sums, number, outs)

@@ -1,4 +1,5 @@
-"""Messages of collectives: what lies in many tensors, cast, padded and put side by side in one launch."""
+"""Messages of collectives: what lies in many tensors is cast, padded and put side by side in one launch, and sums that
+came in them become means in one."""
 
 from __future__ import annotations
 
@@ -45,6 +46,29 @@ def pack(tensors: Sequence[Tensor], lengths: Sequence[int], offsets: Sequence[in
             )
 
 
+def divide(sums: Sequence[Tensor], number: int, outs: Sequence[Tensor]) -> None:
+    """Write each of ``sums``, divided by ``number``, into its place of ``outs``: rounded to its own dtype, and then to
+    that of the place. One launch for each pair of dtypes.
+
+    Args:
+        sums: contiguous, of one device.
+        outs: contiguous, each with as many elements.
+    """
+    kinds = [(total.dtype, out.dtype) for total, out in zip(sums, outs, strict=True)]
+    for kind in dict.fromkeys(kinds):
+        members = [i for i, total in enumerate(sums) if kinds[i] == kind and total.numel()]
+        if not members:
+            continue
+        device, sizes = sums[members[0]].device, tuple(sums[i].numel() for i in members)
+        addresses = [[tensors[i].data_ptr() for i in members] for tensors in (sums, outs)]
+        divided, programs = table(addresses, [sizes], [], device), blocks(sizes, BLOCK, device)
+        dtypes = [TRITON_DTYPES[dtype] for dtype in kind]
+        with on(device):
+            _divide[(len(programs),)](
+                divided.columns, programs, len(members), float(number), *dtypes, divided.aligned, BLOCK
+            )
+
+
 @triton.jit(do_not_specialize=["count", "width"])
 def _pack(
     columns: tl.tensor,
@@ -71,3 +95,26 @@ def _pack(
     else:
         value = tl.load(source + at, mask=(at < length) & (skipped + at < size), other=0.0)
         tl.store(into + at, value.to(message.dtype.element_ty), mask=at < length)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _divide(
+    columns: tl.tensor,
+    programs: tl.tensor,
+    count: tl.tensor,
+    number: tl.tensor,
+    SUM: tl.constexpr,
+    OUT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    owner, first = block_of(programs, BLOCK)
+    size = tl.load(columns + 2 * count + owner)
+    source, into = pointer(columns, owner, SUM, ALIGNED), pointer(columns, count + owner, OUT, ALIGNED)
+    at = first + tl.arange(0, BLOCK)
+    if first + BLOCK <= size:
+        mean = tl.div_rn(tl.load(source + at).to(tl.float32), number)
+        tl.store(into + at, mean.to(SUM).to(OUT))
+    else:
+        mean = tl.div_rn(tl.load(source + at, mask=at < size, other=0.0).to(tl.float32), number)
+        tl.store(into + at, mean.to(SUM).to(OUT), mask=at < size)

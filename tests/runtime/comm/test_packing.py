@@ -9,7 +9,7 @@ import torch
 
 from zerograph.core.layout import Layout
 from zerograph.core.step import Param
-from zerograph.runtime.comm.packing import gradient_message, padded_shards
+from zerograph.runtime.comm.packing import gradient_message, means, padded_shards
 
 CPU = torch.device("cpu")
 PARAMS = [
@@ -47,3 +47,13 @@ def test_gradients_are_cut_into_a_row_for_each_rank(world: int) -> None:
         flat = part.reshape(-1)
         assert torch.equal(flat[: grad.numel()], grad.reshape(-1).bfloat16())
         assert not flat[grad.numel() :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_means_are_rounded_as_they_were_summed_and_have_memory_of_their_own(dtype: torch.dtype) -> None:
+    message = torch.randn(7, dtype=dtype)
+    sums = list(message.split([3, 4]))
+    found = means(sums, 3, [torch.float32, torch.float16])
+    assert torch.equal(found[0], (sums[0] / 3).float()) and torch.equal(found[1], (sums[1] / 3).half())
+    assert len({each.untyped_storage().data_ptr() for each in (message, *found)}) == 3
+    assert means([], 3, []) == []

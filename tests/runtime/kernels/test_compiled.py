@@ -93,6 +93,11 @@ def _messages() -> Iterator[Variant]:
         signature = {"columns": "*i64", "programs": "*i32", "message": f"*{out}", "count": "i32", "width": "i32"}
         constants = {"DTYPE": dtype, "ALIGNED": aligned, "BLOCK": messages.BLOCK}
         yield Variant(messages._pack, signature, constants, vectors="ld" * aligned)
+    dtypes = (tl.float32, tl.bfloat16, tl.float16)
+    for total, out, aligned in itertools.product(dtypes, dtypes, (False, True)):
+        signature = {"columns": "*i64", "programs": "*i32", "count": "i32", "number": "fp32"}
+        constants = {"SUM": total, "OUT": out, "ALIGNED": aligned, "BLOCK": messages.BLOCK}
+        yield Variant(messages._divide, signature, constants, vectors="ld" * aligned, subnormal=True)
 
 
 def _wires() -> Iterator[Variant]:

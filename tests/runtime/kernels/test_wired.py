@@ -162,6 +162,29 @@ def test_messages_are_those_of_torch(interpreted: Callable[..., Any], world: int
     interpreted(_packed, world)
 
 
+def _meant(dtype: str) -> None:
+    import torch
+
+    from zerograph.runtime.comm.packing import means
+    from zerograph.runtime.kernels import messages
+
+    sums = list(torch.randn(5000).to(getattr(torch, dtype)).split([77, 3000, 0, 1923]))
+    for out in (torch.float32, torch.bfloat16, torch.float16):
+        there, launches = means(sums, 3, [out] * 4), []
+        with _as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(messages, "_divide", _Counted(messages._divide, launches))
+            here = means(sums, 3, [out] * 4)
+        assert len(launches) == 1
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+        assert len({mean.untyped_storage().data_ptr() for mean in here if mean.numel()}) == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_one_launch_divides_and_casts_all_sums(interpreted: Callable[..., Any], dtype: str) -> None:
+    """To the bits of torch's two operators."""
+    interpreted(_meant, dtype)
+
+
 def _wired(wire: str) -> None:
     import torch
 
