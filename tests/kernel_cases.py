@@ -294,6 +294,50 @@ def wires_of_any_bytes(
     same(bits_of(out), bits_of(right))
 
 
+@_settings
+@given(
+    seed=SEEDS,
+    wire=st.sampled_from(["bf16", "fp8", "int8", "int4", "sign"]),
+    dtype=DTYPES,
+    senders=st.integers(1, 4),
+    elements=ELEMENTS,
+    fewer=st.sampled_from([0, 0, 1, WIRE_BLOCK]),
+    shift=st.sampled_from([0, 0, 1, 4]),
+    scale=st.sampled_from([1.0, 0.5, 1 / 3]),
+    poison=POISON,
+)
+def sums_of_wires(
+    device: str,
+    seed: int,
+    wire: str,
+    dtype: torch.dtype,
+    senders: int,
+    elements: int,
+    fewer: int,
+    shift: int,
+    scale: float,
+    poison: float | None,
+) -> None:
+    """To the bits of messages that native kernels decode one by one, and torch adds up and casts."""
+    torch.manual_seed(seed)
+    values = torch.randn(senders, elements) * torch.logspace(-2, 2, senders).unsqueeze(1)
+    values[:, WIRE_BLOCK : 2 * WIRE_BLOCK] = -0.0
+    if poison is not None and elements:
+        values[senders // 2, elements // 2] = poison
+    sent = rows_of(senders, wire_bytes(wire, elements), torch.uint8, 4 * shift)
+    if elements:
+        encode_natively(wire, values, sent)
+        decode_natively(wire, sent, values)
+    total = values[0].clone()
+    for term in values[1:]:
+        total.add_(term)
+    right = torch.full((elements + 8,), 7.0, dtype=dtype)
+    out, count = right.to(device), max(0, elements - fewer)
+    right[:count] = total.mul_(scale)[:count]
+    wires.add_up(wire, to_device(sent, device), elements, out[:count], scale)
+    same(bits_of(out), bits_of(right))
+
+
 def wires_round_to_even(device: str) -> None:
     """Numbers in the middle of two of the format, and the next ones beside these, in blocks whose scale is one."""
     fp8 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -8,5 +8,6 @@ NAMES = (
     "means_of_lists",
     "wires_of_rows",
     "wires_of_any_bytes",
+    "sums_of_wires",
     "wires_round_to_even",
 )

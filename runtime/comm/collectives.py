@@ -23,7 +23,7 @@ from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, 
 from zerograph.runtime.comm.packing import gradient_message, means, padded_shards
 from zerograph.runtime.comm.rendezvous import Rendezvous
 from zerograph.runtime.comm.waiting import BegunWait
-from zerograph.runtime.comm.wires import Terms, spread
+from zerograph.runtime.comm.wires import Terms, parts_of, spread
 from zerograph.runtime.own_stream import OwnStream, Wait
 from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, group_among, is_registered
 
@@ -404,10 +404,7 @@ class GroupCommunicator(Communicator):
         terms = Terms(params)
         messages = terms.messages(self.world_size, self.device)
         for which, (p, grad) in enumerate(zip(params, grads, strict=True)):
-            dtype = torch.float32 if p.reduce_wire is not None else torch_dtype(p.reduce_dtype)
-            parts = grad.new_zeros(self.world_size * p.summed_elements, dtype=dtype, device=self.device)
-            parts[: p.elements].copy_(grad.reshape(-1))
-            terms.write(messages, which, parts.view(self.world_size, -1))
+            terms.write(messages, which, parts_of(grad.to(self.device), self.world_size, p.summed_elements))
         sizes = [terms.bytes] * self.world_size
         return terms, self._exchange(messages.view(-1), sizes, sizes, self._reductions, self.reduce_group)
 
@@ -441,8 +438,9 @@ class GroupCommunicator(Communicator):
             pending.results[i] = mean.view(pending.params[i].shard_shape(self.rank))
         if pending.exchanged is not None:
             exchanged, terms, exchange = pending.exchanged
-            sums = terms.sums(self.finish_exchange(exchange), self.rank, 1.0 / self.world_size)
-            for i, mean in zip(exchanged, spread(self, terms.params, sums, self.rank), strict=True):
+            self._wait(exchange.work)
+            found = terms.sums(exchange.received.view(self.world_size, -1), self.rank, 1.0 / self.world_size)
+            for i, mean in zip(exchanged, spread(self, terms.params, found, self.rank), strict=True):
                 pending.results[i] = mean
         return pending.results
 

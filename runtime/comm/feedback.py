@@ -17,7 +17,7 @@ from zerograph.core.layout import Layout
 from zerograph.core.step import Param
 from zerograph.runtime.comm.collectives import of_all_ranks
 from zerograph.runtime.comm.communicator import Communicator
-from zerograph.runtime.comm.wires import Terms, decode, elements_of
+from zerograph.runtime.comm.wires import Terms, decode, elements_of, parts_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,26 +66,17 @@ def average(
     terms, device = Terms(params), errors[0].sent.device
     messages = terms.messages(comm.world_size, device)
     for which, (param, value, error) in enumerate(zip(params, values, errors, strict=True)):
-        parts = _padded(value + error.sent, comm.world_size, param.summed_elements)
+        parts = parts_of(value + error.sent, comm.world_size, param.summed_elements)
         lost = _write(terms, messages, which, parts)
         error.sent.copy_(lost.view(-1)[: param.elements].view(param.shape))
     sizes = [[terms.bytes] * comm.world_size] * comm.world_size
-    received = comm.finish_exchange(comm.start_exchange(list(messages), sizes))
+    received = torch.stack(comm.finish_exchange(comm.start_exchange(list(messages), sizes)))
     reply = terms.messages(1, device)
     means = terms.sums(received, comm.rank, 1 / comm.world_size)
     for which, (param, mean, error) in enumerate(zip(params, means, errors, strict=True)):
-        lost = _write(terms, reply, which, _padded(mean + error.averaged, 1, param.summed_elements))
+        lost = _write(terms, reply, which, parts_of(mean + error.averaged, 1, param.summed_elements))
         error.averaged.copy_(lost[0, : mean.numel()])
     yield from _decoded(terms, of_all_ranks(comm, "averages as signs", reply[0]))
-
-
-def _padded(value: Tensor, ranks: int, elements: int) -> Tensor:
-    """The parts of ``value`` that each of ``ranks`` averages: ``[ranks, elements]``, with zeros at the end."""
-    if value.numel() == ranks * elements:
-        return value.view(ranks, elements)
-    parts = value.new_zeros(ranks * elements)
-    parts[: value.numel()].copy_(value.view(-1))
-    return parts.view(ranks, elements)
 
 
 def _write(terms: Terms, messages: Tensor, which: int, parts: Tensor) -> Tensor:

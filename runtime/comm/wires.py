@@ -225,15 +225,30 @@ class Terms:
     def write(self, messages: Tensor, which: int, parts: Tensor) -> None:
         """Write the parts of one gradient, ``[receivers, elements]``, into the messages."""
         wire, room = self.params[which].reduce_wire, self.room_of(messages, which)
-        room.copy_(parts) if wire is None else encode(wire, parts, room)
+        if wire is None:
+            room.copy_(parts)
+        else:
+            encode(wire, parts.float() if parts.dtype == torch.float64 else parts, room)
 
-    def sums(self, messages: Sequence[Tensor], rank: int, scale: float = 1.0) -> list[Tensor]:
+    def sums(self, messages: Tensor | Sequence[Tensor], rank: int, scale: float = 1.0) -> list[Tensor]:
         """The sum of each gradient's part of ``rank`` over the senders of ``messages``, in their order, times
-        ``scale``, in the dtype of the parameter: float32 (float64 for float64) until then."""
+        ``scale``, in the dtype of the parameter: float32 (float64 for float64) until then.
+
+        Args:
+            messages: by sender; on an accelerator rows of one tensor, of which a launch adds up all that a matrix has.
+            rank: that has received them.
+            scale: of the sums.
+        """
         return [self._sum(messages, which, rank, scale) for which in range(len(self.params))]
 
-    def _sum(self, messages: Sequence[Tensor], which: int, rank: int, scale: float) -> Tensor:
+    def _sum(self, messages: Tensor | Sequence[Tensor], which: int, rank: int, scale: float) -> Tensor:
         param = self.params[which]
+        if param.reduce_wire is not None and isinstance(messages, Tensor) and kernels.available(messages.device):
+            from zerograph.runtime.kernels import wires
+
+            mean = messages.new_empty(elements_of(param, rank), dtype=torch_dtype(param.dtype))
+            wires.add_up(param.reduce_wire, self.room_of(messages, which), param.summed_elements, mean, scale)
+            return mean
         wide = torch.float64 if param.reduce_dtype == "float64" else torch.float32
         total: Tensor | None = None
         for message in messages:
@@ -251,6 +266,15 @@ class Terms:
         values = room.new_empty(1, param.summed_elements, dtype=torch.float32)
         decode(param.reduce_wire, room, values)
         return values[0]
+
+
+def parts_of(value: Tensor, ranks: int, elements: int) -> Tensor:
+    """The parts of ``value`` that each of ``ranks`` sums: ``[ranks, elements]``, with zeros at the end."""
+    if value.numel() == ranks * elements:
+        return value.contiguous().view(ranks, elements)
+    parts = value.new_zeros(ranks * elements)
+    parts[: value.numel()].copy_(value.reshape(-1))
+    return parts.view(ranks, elements)
 
 
 def elements_of(param: Param, rank: int) -> int:

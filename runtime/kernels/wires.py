@@ -1,4 +1,4 @@
-"""The rows of a matrix to and from fewer bits, in one launch: messages as in ``csrc/wire.h``.
+"""The rows of a matrix to and from fewer bits, or to the sum of them, in one launch: messages as in ``csrc/wire.h``.
 
 Bits are those of the native kernels (csrc/wire_target.cc). All rounding is arithmetic of float32 and of integers, and
 nothing asks the hardware to convert: e4m3 only GPUs from sm_89 on can, and none 4 bits. Of a block with a NaN all give
@@ -35,18 +35,48 @@ def decode(wire: str, message: Tensor, out: Tensor) -> None:
     _launch(_decode, wire, out, message)
 
 
+def add_up(wire: str, messages: Tensor, elements: int, out: Tensor, scale: float) -> None:
+    """Write the sum of what the rows of ``messages`` decode to, one after the other in float32, times ``scale``.
+
+    Args:
+        wire: that :func:`encode` writes, or "bf16".
+        messages: ``[senders, wire_bytes(wire, elements)]`` bytes, each row contiguous and at a multiple of 4.
+        elements: of a row.
+        out: contiguous, the first of these, in a dtype of its own.
+        scale: of the sum.
+    """
+    count = out.numel()
+    if not count:
+        return
+    aligned = _aligned(out.unsqueeze(0)) and _aligned(messages)
+    with on(out.device):
+        _add_up[(triton.cdiv(count, BLOCKS * WIRE_BLOCK),)](
+            out,
+            messages,
+            count,
+            *_places_in(wire, elements, messages),
+            messages.stride(0),
+            len(messages),
+            scale,
+            TRITON_DTYPES[out.dtype],
+            wire,
+            aligned,
+            BLOCKS,
+            WIRE_BLOCK,
+            enable_fp_fusion=False,  # or a term would not be rounded before it is added
+        )
+
+
 def _launch(kernel: triton.JITFunction, wire: str, elements: Tensor, message: Tensor) -> None:
     rows, count = elements.shape
     if not elements.numel():
         return
-    payload, scales_at = -(-count * WIRE_BITS[wire] // 8), message.shape[1] - 4 * -(-count // WIRE_BLOCK)
     with on(elements.device):
         kernel[(triton.cdiv(count, BLOCKS * WIRE_BLOCK), rows)](
             elements,
             message,
             count,
-            payload,
-            scales_at,
+            *_places_in(wire, count, message),
             elements.stride(0),
             message.stride(0),
             TRITON_DTYPES[elements.dtype],
@@ -56,6 +86,11 @@ def _launch(kernel: triton.JITFunction, wire: str, elements: Tensor, message: Te
             BLOCKS,
             WIRE_BLOCK,
         )
+
+
+def _places_in(wire: str, count: int, message: Tensor) -> tuple[int, int]:
+    """Where the codes of ``count`` elements end in a row, and where their scales begin."""
+    return -(-count * WIRE_BITS[wire] // 8), message.shape[1] - 4 * -(-count // WIRE_BLOCK)
 
 
 def _aligned(rows: Tensor) -> bool:
@@ -225,11 +260,92 @@ def _decode_blocks(
     out: tl.tensor, message: tl.tensor, count: tl.tensor, payload: tl.tensor, scales_at: tl.tensor, first: tl.tensor,
     DTYPE: tl.constexpr, WIRE: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    value = _decoded(message, count, payload, scales_at, first, WIRE, MASKED, BLOCKS, BLOCK).to(DTYPE)
+    at = first + _places(1, BLOCKS, BLOCK)
+    if MASKED:
+        tl.store(out + at, value, mask=at < count)
+    else:
+        tl.store(out + at, value)
+
+
+@triton.jit(do_not_specialize=["count", "payload", "scales_at", "width", "senders"])
+def _add_up(
+    out: tl.tensor,
+    messages: tl.tensor,
+    count: tl.tensor,
+    payload: tl.tensor,
+    scales_at: tl.tensor,
+    width: tl.tensor,
+    senders: tl.tensor,
+    scale: tl.tensor,
+    DTYPE: tl.constexpr,
+    WIRE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    if ALIGNED:
+        out, messages = tl.multiple_of(out, 16), tl.multiple_of(messages, 16)
+    first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
+    if first + BLOCKS * BLOCK <= count:
+        _add_up_blocks(
+            out, messages, count, payload, scales_at, width, senders, scale, first,
+            DTYPE, WIRE, ALIGNED, False, BLOCKS, BLOCK,
+        )  # fmt: skip
+    else:
+        _add_up_blocks(
+            out, messages, count, payload, scales_at, width, senders, scale, first,
+            DTYPE, WIRE, ALIGNED, True, BLOCKS, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_up_blocks(
+    out: tl.tensor, messages: tl.tensor, count: tl.tensor, payload: tl.tensor, scales_at: tl.tensor, width: tl.tensor,
+    senders: tl.tensor, scale: tl.tensor, first: tl.tensor,
+    DTYPE: tl.constexpr, WIRE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    total = _decoded(messages, count, payload, scales_at, first, WIRE, MASKED, BLOCKS, BLOCK)
+    for _ in range(1, senders):
+        messages += width
+        if ALIGNED:
+            messages = tl.multiple_of(messages, 16)
+        total += _decoded(messages, count, payload, scales_at, first, WIRE, MASKED, BLOCKS, BLOCK)
+    at = first + _places(1, BLOCKS, BLOCK)
+    if MASKED:
+        tl.store(out + at, (total * scale).to(DTYPE), mask=at < count)
+    else:
+        tl.store(out + at, (total * scale).to(DTYPE))
+
+
+@triton.jit
+def _decoded(
+    message: tl.tensor, count: tl.tensor, payload: tl.tensor, scales_at: tl.tensor, first: tl.tensor,
+    WIRE: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The elements of this program in float32; those behind ``count`` are any."""
+    at = first + _places(1, BLOCKS, BLOCK)
+    if WIRE == "bf16":
+        elements = message.to(tl.pointer_type(tl.bfloat16)) + at
+        if MASKED:
+            value = tl.load(elements, mask=at < count, other=0.0).to(tl.float32)
+        else:
+            value = tl.load(elements).to(tl.float32)
+    else:
+        value = _scaled_back(message, count, payload, scales_at, first, WIRE, MASKED, BLOCKS, BLOCK)
+    return value
+
+
+@triton.jit
+def _scaled_back(
+    message: tl.tensor, count: tl.tensor, payload: tl.tensor, scales_at: tl.tensor, first: tl.tensor,
+    WIRE: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     per: tl.constexpr = 8 if WIRE == "sign" else (2 if WIRE == "int4" else 1)  # elements of a byte
     source = first // per + _places(per, BLOCKS, BLOCK)
     number = first // BLOCK + tl.arange(0, BLOCKS)
     scales = (message + scales_at).to(tl.pointer_type(tl.float32)) + number
-    at = first + _places(1, BLOCKS, BLOCK)
     if MASKED:
         code = tl.load(message + source, mask=source < payload, other=0).to(tl.int32)
         scale = tl.load(scales, mask=number * BLOCK < count, other=0.0)
@@ -245,11 +361,7 @@ def _decode_blocks(
         bits = (code[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
         value = tl.reshape(bits * 2 - 1, (BLOCKS, BLOCK)).to(tl.float32)
     finite = scale.to(tl.uint32, bitcast=True) < 0x7F800000
-    value = (value * tl.where(finite, scale, float("nan"))[:, None]).to(DTYPE)
-    if MASKED:
-        tl.store(out + at, value, mask=at < count)
-    else:
-        tl.store(out + at, value)
+    return value * tl.where(finite, scale, float("nan"))[:, None]
 
 
 @triton.jit

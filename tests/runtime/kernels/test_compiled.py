@@ -116,6 +116,13 @@ def _wires() -> Iterator[Variant]:
         for kernel, elements, vectors in ((wires._encode, "values", "ld"), (wires._decode, "out", "st")):
             signature = {elements: f"*{dtypes[dtype]}", "message": "*u8", **integers}
             yield Variant(kernel, signature, constants, vectors=vectors * aligned, subnormal=True)
+    integers = dict.fromkeys(("count", "payload", "scales_at", "width", "senders"), "i32")
+    kinds = [*itertools.product(("bf16", "fp8", "int8", "int4", "sign"), (tl.float32, tl.bfloat16), (True,))]
+    kinds += [("int8", tl.float16, True), ("int8", tl.float32, False)]
+    for wire, dtype, aligned in kinds:
+        constants = {"DTYPE": dtype, "WIRE": wire, "ALIGNED": aligned, "BLOCKS": wires.BLOCKS, "BLOCK": WIRE_BLOCK}
+        signature = {"out": f"*{dtypes[dtype]}", "messages": "*u8", **integers, "scale": "fp32"}
+        yield Variant(wires._add_up, signature, constants, fused=False, vectors="st" * aligned, subnormal=True)
 
 
 GROUPS = {"update": _updates, "sums": _sums, "messages": _messages, "wires": _wires}

@@ -224,6 +224,38 @@ def test_one_launch_encodes_a_matrix_and_one_decodes_it(interpreted: Callable[..
     interpreted(_wired, wire)
 
 
+def _summed(wire: str) -> None:
+    import torch
+
+    from zerograph.core.layout import Layout
+    from zerograph.core.step import Param
+    from zerograph.runtime.comm.wires import Terms
+    from zerograph.runtime.kernels import wires as triton_kernels
+
+    single, rows, launches = "float32", Layout("rows", 3), []
+    params = [
+        Param("even", (6, 300), single, single, single, True, rows, reduce_wire=wire),
+        Param("fewer rows", (5, 111), "bfloat16", "bfloat16", single, True, rows, reduce_wire=wire),
+    ]
+    terms = Terms(params)
+    messages = terms.messages(3, torch.device("cpu"))
+    for which, param in enumerate(params):
+        terms.write(messages, which, torch.randn(3, param.summed_elements))
+    for rank in (0, 2):
+        there = terms.sums(messages, rank, 1 / 3)
+        with _as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_kernels, "_add_up", _Counted(triton_kernels._add_up, launches))
+            here = terms.sums(messages, rank, 1 / 3)
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+    assert len(launches) == 4
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int4", "sign"])
+def test_one_launch_adds_up_the_terms_of_a_matrix(interpreted: Callable[..., Any], wire: str) -> None:
+    """Of all senders, to the bits of the native kernels and of torch's sums."""
+    interpreted(_summed, wire)
+
+
 def _tables() -> None:
     import torch
 
