@@ -425,7 +425,7 @@ class GroupCommunicator(Communicator):
     def _all_reduce(
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], _Flight, Tensor]:
-        flat = torch.cat([g.reshape(-1).to(self.device, dtype) for g in grads])
+        (flat,) = gradient_message(params, grads, dtype, self.device)
         flight = self._launch(self._reductions, dist.all_reduce, flat, group=self.reduce_group)
         return list(flat.split([p.elements for p in params])), flight, flat
 

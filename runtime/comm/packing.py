@@ -51,25 +51,27 @@ def padded_shards(params: Sequence[Param], shards: Sequence[Tensor], device: tor
 def gradient_message(
     params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Full gradients as the message of a reduce-scatter.
+    """Full gradients as the message of a reduce-scatter, or of an all-reduce.
 
     Args:
-        params: sharded ones.
+        params: all sharded, or none.
         grads: of each, full.
         dtype: in which they are summed.
         device: of the collective.
 
     Returns:
         ``[ranks, elements]``: for each rank its rows of one gradient behind those of another, with zeros where it
-        has fewer than other ranks.
+        has fewer than other ranks. Of parameters that are not sharded ``[1, elements]``.
     """
-    (ranks,) = {p.home.ranks for p in params}
+    (ranks,) = {p.home.ranks if p.sharded else 1 for p in params}
     lengths = [p.chunk_elements for p in params]
     offsets, width = _aligned(lengths, 1)
     if all(_packs(device, grad.dtype, dtype) and grad.device.type == device.type for grad in grads):
         message = torch.empty(ranks, width, dtype=dtype, device=device)
         _pack([grad.detach().reshape(-1) for grad in grads], lengths, offsets, message)
         return message
+    if ranks == 1:
+        return torch.cat([grad.reshape(-1).to(device, dtype) for grad in grads]).unsqueeze(0)
     message = torch.zeros(ranks, width, dtype=dtype, device=device)
     for length, grad, offset in zip(lengths, grads, offsets, strict=True):
         # Ranks have equal parts, but for the last one that has any.

@@ -50,6 +50,14 @@ def test_gradients_are_cut_into_a_row_for_each_rank(world: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_what_is_not_sharded_stand_one_behind_the_other(dtype: torch.dtype) -> None:
+    params = [replace(p, home=Layout("whole", 2)) for p in PARAMS]
+    grads = [torch.randn(p.shape) for p in params]
+    (message,) = gradient_message(params, grads, dtype, CPU)
+    assert torch.equal(message, torch.cat([grad.view(-1) for grad in grads]).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_means_are_rounded_as_they_were_summed_and_have_memory_of_their_own(dtype: torch.dtype) -> None:
     message = torch.randn(7, dtype=dtype)
     sums = list(message.split([3, 4]))

@@ -6,9 +6,11 @@ Kernels are interpreted, and what lies on the CPU counts as lying on a GPU.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +152,11 @@ def _packed(world: int) -> None:
             here = padded_shards(params, shards, cpu)
         torch.testing.assert_close(here, there, rtol=0, atol=0)
         assert all(send.is_contiguous() for send in here)
-    for dtype in (torch.float32, torch.bfloat16):
-        there_message = gradient_message(params[:-1], grads, dtype, cpu)
+    whole = [replace(p, home=Layout("whole", world)) for p in params]
+    for dtype, reduced in itertools.product((torch.float32, torch.bfloat16), (params, whole)):
+        there_message = gradient_message(reduced[:-1], grads, dtype, cpu)
         with _as_on_a_gpu():
-            here_message = gradient_message(params[:-1], grads, dtype, cpu)
+            here_message = gradient_message(reduced[:-1], grads, dtype, cpu)
         torch.testing.assert_close(here_message, there_message, rtol=0, atol=0)
 
 
