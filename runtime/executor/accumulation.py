@@ -30,13 +30,14 @@ class GradientAccumulation:
     """The held gradients of one backend, over all its frames.
 
     Attributes:
+        holding: whether ``no_sync`` holds gradients back, so that another backward is to follow before a step.
         late: parameters whose held gradients others reduce.
         schedule: stands for the schedule of a pipeline that runs; None outside of one.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         """``params`` are the outward parameters by name, now and later."""
-        self._holding = False
+        self.holding = False
         self.schedule: object | None = None
         self.late: set[str] = set()
         self._params = params
@@ -53,7 +54,7 @@ class GradientAccumulation:
     @property
     def active(self) -> bool:
         """Whether gradients are held back: inside of ``no_sync``, and where an optimizer takes them."""
-        return self._holding or self.taker is not None
+        return self.holding or self.taker is not None
 
     @property
     def taker(self) -> local_gradients.LocalGradients | None:
@@ -63,11 +64,11 @@ class GradientAccumulation:
     @contextmanager
     def holding_back(self) -> Iterator[None]:
         """Inside, gradients are held back."""
-        before, self._holding = self._holding, True
+        before, self.holding = self.holding, True
         try:
             yield
         finally:
-            self._holding = before
+            self.holding = before
 
     @contextmanager
     def one_schedule(self) -> Iterator[None]:

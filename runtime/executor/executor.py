@@ -232,17 +232,17 @@ class Executor:
         cached = self.cache.lookup(instruction.bucket, instruction.params)
         if cached is None:
             self.telemetry.gathering(self.frame, instruction.bucket, instruction.tile)
-            parts = self.cache.in_host.lookup(instruction.bucket, instruction.params) if instruction.inside else None
+            # Also of an earlier micro-batch, where nobody can have changed a parameter since.
+            parts = self.cache.in_host.lookup(instruction.bucket, instruction.params)
             if parts is not None:
                 pending = start_gather_inside(cast(HostGathers, self.comm), instruction.params, parts)
             else:
-                self.cache.in_host.drop_stale(instruction.bucket)
                 if not instruction.fetched:
                     shards = self.store.fetches.finish(self.store.fetches.start(instruction.params, shards))
                 shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]
                 pending = start_gather(self.comm, instruction.params, shards, arriving)
             registers[instruction.out] = (instruction.params, pending)
-            if instruction.ended:
+            if instruction.ended and not self.accumulation.holding:
                 self.cache.in_host.drop(instruction.bucket)
         else:
             for wait in arriving:  # for nobody reads what came, and its memory is let go of

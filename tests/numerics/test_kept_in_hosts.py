@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.programs.rules import plan_step
 from zerograph.runtime.comm.two_level import TwoLevelCommunicator
 
-WORLD, WIDTH, STEPS = 4, 64, 4
+WORLD, WIDTH, STEPS = 4, 64, 5
 ROOM = "950KiB"
 """For the parts that hosts keep, and not for all whole buckets."""
 
@@ -80,14 +80,33 @@ def _trained(**options: Any) -> tuple[list[float], list[int], set[str]]:
             optimizer.zero_grad()
             with torch.no_grad():
                 loss()
+        if step == 3:  # gradients that are dropped, of parameters that then change
+            with backend.no_sync():
+                loss().backward()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
         with _counting() as calls:
-            loss().backward()
+            if step == 4:
+                _as_in_a_pipeline(backend, loss)
+            else:
+                loss().backward()
         gathers.append(calls["start_gather"])
         assert not calls["trim"], "the backward gathers into the buffers of the forward"
         optimizer.step()
         optimizer.zero_grad()
     training = (bucket for bucket in backend.report().buckets if bucket.frame == 0)
     return losses, gathers, {bucket.residency for bucket in training}
+
+
+def _as_in_a_pipeline(backend: zerograph.Backend, loss: Callable[[], Tensor]) -> None:
+    """Two micro-batches, of which the second begins before the first has ended."""
+    with backend._accumulation.one_schedule():
+        first, second = loss(), loss()
+        with backend.no_sync():
+            first.backward()
+        second.backward()
 
 
 def _fail(loss: Tensor) -> None:
@@ -138,8 +157,8 @@ def _both(**options: Any) -> None:
             losses, once, kept = _trained(stage=3, **options)
     assert (used, kept) == ({"use"}, {"host"})
     assert losses == expected and losses[-1] < losses[0]
-    # A forward gathers 16 buckets, and a backward those 8 with weights.
-    assert (twice, once) == ([24] * STEPS, [16] * STEPS)
+    # A forward gathers 16 buckets, and a backward those 8 with weights. A second micro-batch finds all that came.
+    assert (twice, once) == ([24, 24, 24, 24, 48], [16, 0, 16, 16, 16])
 
 
 @pytest.mark.parametrize("wires", [{}, {"gather_wire": "int8", "reduce_wire": "int4"}], ids=["exact", "fewer bits"])
