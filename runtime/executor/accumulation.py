@@ -16,14 +16,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zerograph.core.errors import ZeroGraphError
+from zerograph.core.errors import UnsupportedError, ZeroGraphError
 from zerograph.core.plan import Param, ParamTile
 from zerograph.runtime.buffers import add_to_tile, torch_dtype
 from zerograph.runtime.comm.collectives import together
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.comm.entry import Entry, sequence_of
 from zerograph.runtime.executor import local_gradients
-from zerograph.runtime.torch_private import FOLLOWS, after_backward, current_backward, local_tensor
+from zerograph.runtime.torch_private import (
+    FOLLOWS,
+    Goes,
+    accumulated_directly,
+    after_backward,
+    current_backward,
+    gradient_goes,
+    local_tensor,
+)
 
 
 class GradientAccumulation:
@@ -101,10 +109,36 @@ class GradientAccumulation:
         self._seen.clear()
         return name is not None and (left is None or not self._dropped(name, *left))
 
+    def hold(self, params: Sequence[Param], grads: Sequence[Tensor], comm: Communicator) -> list[Tensor | None]:
+        """Hold back those of ``grads`` that this backward adds to ``.grad``; returns for autograd negative zeros of the
+        shards' shapes in their places, and None in those of the others, which nobody asked for.
+
+        Raises:
+            UnsupportedError: ``torch.autograd.grad`` asks for one of them.
+        """
+        goes = self._goes(params)
+        returned = next((p.name for p, to in zip(params, goes, strict=True) if to == "returned"), None)
+        if returned is not None:
+            taker = self.taker
+            raise UnsupportedError(
+                f"torch.autograd.grad for {returned}, or for tensors that it is computed from, while "
+                f"{'no_sync()' if self._holding or taker is None else taker.name} leaves each rank its own gradients: "
+                "nothing could average them later",
+                "call torch.autograd.grad outside of no_sync() and before the freeze_step of OneBitAdam, or backward()",
+            )
+        added = [(p, grad) for p, grad, to in zip(params, grads, goes, strict=True) if to == "added"]
+        marks = iter(self.add([p for p, _ in added], [grad for _, grad in added], comm))
+        return [next(marks) if to == "added" else None for to in goes]
+
+    def _goes(self, params: Sequence[Param]) -> list[Goes]:
+        direct = accumulated_directly()
+        return [gradient_goes(self._params[p.name], direct) for p in params]
+
     def add(self, params: Sequence[Param], grads: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
         """Hold ``grads`` back; returns negative zeros of the shards' shapes for autograd."""
         self._comm = comm
-        for param, total in zip(params, self._merged(params, grads), strict=True):
+        totals = [self._with_held(p, g) for p, g in zip(params, grads, strict=True)]
+        for param, total in zip(params, totals, strict=True):
             self._held.setdefault(param.name, {})[_rows(param)] = (param, total)
             self._follow(param.name)
         return [_nothing(p, local_tensor(self._params[p.name]).device, comm) for p in params]
@@ -114,17 +148,15 @@ class GradientAccumulation:
         return torch.full_like(local_tensor(self._params[name]), -0.0)
 
     def take(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
-        """``grads`` of a synchronized backward, plus what was held for the same parameters, which is no longer.
-
-        Gradients held for other parameters are reduced when this backward ends.
-        """
-        merged = self._merged(params, grads)
-        if self._held:
+        """``grads`` of a synchronized backward. Those that it adds to ``.grad`` come with what was held for the same
+        parameters, which is no longer, and gradients held for other parameters are then reduced when it ends."""
+        if not self._held:
+            return list(grads)
+        adds = [to == "added" for to in self._goes(params)]
+        merged = [self._with_held(p, g) if own else g for p, g, own in zip(params, grads, adds, strict=True)]
+        if self._held and any(adds):
             self._flush_after_backward()
         return merged
-
-    def _merged(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
-        return [self._with_held(p, g) for p, g in zip(params, grads, strict=True)]
 
     def _with_held(self, param: Param, grad: Tensor) -> Tensor:
         held = self.withdraw(param)

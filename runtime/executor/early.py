@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.plan import Param
@@ -23,8 +24,8 @@ from zerograph.runtime.torch_private import (
     accumulated_directly,
     after_backward,
     current_backward,
+    gradient_goes,
     has_gradient_hooks,
-    will_accumulate,
 )
 
 Arrival = Callable[[], None]
@@ -193,11 +194,11 @@ class EarlyUpdates:
             arrivals += [arrival] if arrival is not None else []
         return left
 
-    def _takes(self, name: str, direct: set[int], is_alone: bool) -> bool:
+    def _takes(self, name: str, direct: Mapping[int, Node], is_alone: bool) -> bool:
         """``is_alone``: autograd would add to nothing."""
         param = self._params[name]
         owner = self._owners.get(id(param))
-        if owner is None or not will_accumulate(param):  # torch.autograd.grad returns it
+        if owner is None or gradient_goes(param, direct) != "added":
             return False
         if (
             self._reads(name, owner) == 1

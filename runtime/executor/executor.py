@@ -342,7 +342,7 @@ class Executor:
     def _reduce(self, instruction: Reduce, registers: list[Any]) -> None:
         grads: list[Tensor] = [registers[r] for r in instruction.reads]
         if self.accumulation.active:
-            registers[instruction.out] = (None, self.accumulation.add(instruction.params, grads, self.comm))
+            registers[instruction.out] = (None, self.accumulation.hold(instruction.params, grads, self.comm))
         else:
             registers[instruction.out] = (
                 instruction.params,

@@ -30,9 +30,9 @@ from zerograph.runtime.offload.store import mapped_tensor
 from zerograph.runtime.torch_private import (
     Memory,
     accumulated_directly,
+    gradient_goes,
     has_gradient_hooks,
     local_tensor,
-    will_accumulate,
 )
 
 PIECE = 2**16
@@ -133,7 +133,7 @@ class SpilledGradients:
         if not adds:
             return adds
         direct = accumulated_directly()
-        return [name for name in adds if id(self._params[name]) in direct and will_accumulate(self._params[name])]
+        return [name for name in adds if id(p := self._params[name]) in direct and gradient_goes(p, direct) == "added"]
 
     def _make_room(self, block: Block, names: Sequence[str]) -> None:
         """Let the extent of ``block`` be one that new gradients of ``names`` may be written to."""

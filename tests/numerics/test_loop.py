@@ -125,6 +125,30 @@ def no_sync_around_the_forward(t: Trainer) -> list[float]:
     return losses
 
 
+def gradients_of_inputs_beside_no_sync(t: Trainer) -> list[float]:
+    """``torch.autograd.grad`` for inputs holds nothing back, and takes nothing that is held."""
+    forward = t.module.forward
+    t.module.forward = lambda ids, x: forward(ids) * x  # type: ignore[assignment]
+
+    def backward(seed: int) -> float:
+        ids = t.batch(seed)
+        x = torch.ones(len(ids), 1, 1, requires_grad=True)
+        out = t.model(ids, x)
+        (weights,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        loss = F.cross_entropy((out * weights.tanh()).flatten(0, 1), (ids.flatten() + 1) % 13)
+        loss.backward()
+        return t.mean(loss)
+
+    optimizer, losses = sgd(t), []
+    for step in range(2):
+        with contextlib.nullcontext() if t.plain else t.backend.no_sync():
+            losses.append(backward(10 * step))
+        losses.append(backward(10 * step + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def no_sync_then_dropped(t: Trainer) -> list[float]:
     """Gradients held back and then zeroed must not come back."""
     optimizer = sgd(t)
@@ -433,7 +457,8 @@ def load_state_dict_between_steps(t: Trainer) -> list[float]:
 
 
 SCENARIOS: list[Callable[[Trainer], list[float]]] = [
-    accumulation, accumulation_no_sync, no_sync_around_the_forward, no_sync_then_dropped, clip_torch, clip_fast,
+    accumulation, accumulation_no_sync, no_sync_around_the_forward, no_sync_then_dropped,
+    gradients_of_inputs_beside_no_sync, clip_torch, clip_fast,
     clip_value, schedulers, sgd_by_hand, sgd_by_hand_keeping_gradients, sgd_by_hand_in_place, zero_grad_both_ways,
     evaluation_in_between, inference_mode_first, ema_swap, averaged_model,
     uncompiled_calls, growing_length, optimizer_after_the_first_forward, optimizer_with_state_before_sharding,
@@ -454,7 +479,7 @@ def _play(scenario: Callable[[Trainer], list[float]], stages: tuple[int, ...]) -
 
 GRADIENTS_ARE_HELD = (
     accumulation_no_sync, no_sync_around_the_forward, no_sync_then_dropped, unfrozen_with_momentum_and_no_sync,
-    clip_fast,
+    gradients_of_inputs_beside_no_sync, clip_fast,
 )  # fmt: skip
 VALUES_ARE_CHANGED = (sgd_by_hand, sgd_by_hand_in_place, ema_swap, load_state_dict_between_steps, accumulation)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from waits import Unread
 
-from zerograph.core.errors import ZeroGraphError
+from zerograph.core.errors import UnsupportedError, ZeroGraphError
 from zerograph.core.layout import Layout
 from zerograph.core.plan import tile_params
 from zerograph.core.step import Param
@@ -38,7 +38,13 @@ class Programs:
 
     def backward(self, *names: str, by: float, held: bool = False) -> None:
         with self.accumulation.holding_back() if held else nullcontext():
-            sum(Read.apply(self.params[name], self, spec(name), by) for name in names).backward()
+            sum(Read.apply(self.params[name], torch.zeros(2), self, spec(name), by) for name in names).backward()
+
+    def read(self, param: str | Tensor, by: float) -> tuple[Tensor, Tensor]:
+        """An input and the loss of one program, of w if ``param`` is computed from that."""
+        x = torch.zeros(2, requires_grad=True)
+        name, value = (param, self.params[param]) if isinstance(param, str) else ("w", param)
+        return x, Read.apply(value, x, self, spec(name), by)
 
     def uncompiled(self, name: str, by: float) -> None:
         """A backward that no program has part in."""
@@ -52,18 +58,18 @@ class Programs:
 
 class Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, param: Tensor, programs: Programs, spec: Param, by: float) -> Tensor:
+    def forward(ctx: Any, param: Tensor, x: Tensor, programs: Programs, spec: Param, by: float) -> Tensor:
         ctx.programs, ctx.spec, ctx.by = programs, spec, by
-        return param.sum() * by
+        return (param + x).sum() * by
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         accumulation, grad = ctx.programs.accumulation, torch.full((2,), ctx.by)
         if accumulation.active:
-            (result,) = accumulation.add([ctx.spec], [grad], ctx.programs.comm)
+            (result,) = accumulation.hold([ctx.spec], [grad], ctx.programs.comm)
         else:
             (result,) = accumulation.take([ctx.spec], [grad])
-        return result, None, None, None
+        return result, grad, None, None, None
 
 
 @pytest.fixture(params=["host", "device"])
@@ -193,20 +199,82 @@ def test_a_step_on_a_part_of_the_gradients_is_refused(programs: Programs) -> Non
 def test_a_backward_that_fails_can_be_undone(programs: Programs) -> None:
     programs.backward("w", by=1.0, held=True)
     before = programs.accumulation.state
-    programs.accumulation.take([spec("w")], [torch.ones(2)])
+    programs.accumulation.withdraw(spec("w"))
     assert programs.accumulation.names == ()
     programs.accumulation.state = before
     programs.backward("w", by=2.0)
     assert programs.grads() == [3.0, 3.0]
 
 
+def test_gradients_that_nobody_asks_for_are_not_held(programs: Programs) -> None:
+    """``torch.autograd.grad`` for inputs runs programs that compute gradients of parameters, too."""
+    x, loss = programs.read("w", by=4.0)
+    with programs.accumulation.holding_back():
+        (own,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert own.tolist() == [4.0, 4.0] and programs.accumulation.names == ()
+        loss.backward()
+    programs.backward("w", by=2.0)
+    assert programs.grads() == [6.0, 6.0]
+
+
+def test_gradients_that_nobody_asks_for_take_no_held_ones(programs: Programs) -> None:
+    programs.backward("w", "v", by=1.0, held=True)
+    x, loss = programs.read("w", by=4.0)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert set(programs.accumulation.names) == {"w", "v"}
+    assert programs.grads("w") == programs.grads("v") == [0.0, 0.0]
+    loss.backward()
+    assert programs.grads("w") == [5.0, 5.0] and programs.grads("v") == [1.0, 1.0]
+
+
+def test_gradients_of_parameters_are_returned_where_they_are_reduced(programs: Programs) -> None:
+    programs.backward("w", by=1.0, held=True)
+    _, loss = programs.read("w", by=4.0)
+    (own,) = torch.autograd.grad(loss, programs.params["w"], retain_graph=True)
+    assert own.tolist() == [4.0, 4.0] and programs.accumulation.names == ("w",)
+    with (
+        programs.accumulation.holding_back(),
+        pytest.raises(
+            UnsupportedError, match=r"(?s)autograd.grad for w, .* while no_sync\(\) .*hint: .*outside of no_s"
+        ),
+    ):
+        torch.autograd.grad(loss, programs.params["w"])
+    assert programs.grads() == [0.0, 0.0]
+
+
+def test_a_parameter_behind_a_function_is_held_like_others(programs: Programs) -> None:
+    """``functional_call`` with scaled ones; alone of those that such a function hands on, nobody can tell who asks."""
+    doubled = programs.params["w"] * 2
+    x, loss = programs.read(doubled, by=4.0)
+    with programs.accumulation.holding_back():
+        with pytest.raises(UnsupportedError, match=r"autograd.grad for w, or for tensors that it is computed from"):
+            torch.autograd.grad(loss, doubled, retain_graph=True)
+        loss.backward(retain_graph=True)
+        assert programs.accumulation.names == ("w",)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    assert programs.grads() == [16.0, 16.0]
+
+
+def test_frozen_since_the_forward(programs: Programs) -> None:
+    x, loss = programs.read("w", by=4.0)
+    programs.params["w"].requires_grad_(False)
+    with programs.accumulation.holding_back():
+        loss.backward()
+    assert programs.accumulation.names == () and programs.params["w"].grad is None and x.grad is not None
+
+
 def test_held_gradients_are_summed_in_the_dtype_of_reductions(group: dist.ProcessGroup) -> None:
     """Many small ones are not lost beside a large one, as they would be in bfloat16."""
     low = Param("w", (2,), "bfloat16", "bfloat16", "float32", True, Layout("rows", 1))
-    accumulation = GradientAccumulation({"w": nn.Parameter(torch.ones(2, dtype=torch.bfloat16))})
+    weight, totals = nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), list[Tensor]()
+    accumulation = GradientAccumulation({"w": weight})
     comm = GroupCommunicator(group, CPU)
     for number in (256.0, 1.0, 1.0):
         (mark,) = accumulation.add([low], [torch.full((2,), number, dtype=torch.bfloat16)], comm)
         assert mark.dtype is torch.bfloat16 and mark.signbit().all() and not mark.any()
-    (total,) = accumulation.take([low], [torch.ones(2, dtype=torch.bfloat16)])
+    read = weight * 1
+    read.register_hook(lambda grad: totals.extend(accumulation.take([low], [grad])))
+    read.sum().backward()
+    (total,) = totals
     assert (total.dtype, total.tolist()) == (torch.float32, [259.0, 259.0])
