@@ -53,7 +53,6 @@ def _misused(training: Run) -> None:
     scaler.scale(torch.ones(()))
     with pytest.raises(ConfigError, match=r"GradScaler|grad_scale"):
         scaler.step(opt)
-    opt.grad_scale = opt.found_inf = None
     opt.param_groups[0]["lr"] *= 2
     with pytest.raises(ConfigError, match="changed between backward and step"):
         opt.step()

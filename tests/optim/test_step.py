@@ -102,6 +102,27 @@ def test_grad_scaler(unscaled: bool) -> None:
     assert ours.skipped == 2
 
 
+@pytest.mark.parametrize("refused", ["in the step", "before it"])
+def test_a_step_that_raises_leaves_no_scale_behind(refused: str) -> None:
+    """``GradScaler`` takes back what it sets only after a step that returned, and multiplies with what it finds."""
+    backend = zerograph.backend()  # its checks are hooks before steps, as this one
+    param = nn.Parameter(torch.ones(4))
+    optimizer, scaler = native.SGD([param], lr=0.5), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(param.sum()).backward()
+    hook = optimizer.register_step_pre_hook(_raises) if refused == "before it" else None
+    with pytest.raises(ConfigError if hook is None else ZeroDivisionError):
+        scaler.step(optimizer, clip=0.0)
+    if hook is not None:
+        hook.remove()
+    scaler.step(optimizer)
+    assert param.tolist() == [0.5] * 4
+    del backend
+
+
+def _raises(*_: object) -> None:
+    raise ZeroDivisionError
+
+
 def test_autograd_notices_the_update() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = native.SGD([weight], lr=0.1)

@@ -178,6 +178,13 @@ class HostOptimizer(Optimizer):
             ConfigError: ``clip`` is not positive, or ``grad_scale`` is zero; with ``delayed``, nothing can be updated
                 beside programs.
         """
+        try:
+            return self._step(closure, grad_scale, clip)
+        except BaseException:
+            self.forget_scaler()
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None, grad_scale: float | Tensor | None, clip: float | None) -> Any:
         self.settle()
         loss = None
         if closure is not None:
@@ -192,6 +199,11 @@ class HostOptimizer(Optimizer):
         else:
             self.start(grad_scale, clip).wait()
         return loss
+
+    def forget_scaler(self) -> None:
+        """Drop what ``GradScaler`` set for a step that has failed: it would multiply its next scale with the last."""
+        for name in ("grad_scale", "found_inf"):
+            self.__dict__.pop(name, None)
 
     @hooked_step
     @torch.no_grad()
