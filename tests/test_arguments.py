@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -213,6 +214,14 @@ def test_an_infinite_norm_is_asked_for_as_in_torch() -> None:
         found = zerograph.clip_grad_norm_(iter(ours), torch.tensor(0.5), norm_type)
         assert torch.allclose(found, torch.nn.utils.clip_grad_norm_(theirs, 0.5, norm_type))
     assert zerograph.norms(_model(), "inf").p == math.inf
+
+
+@pytest.mark.parametrize("clip", [torch.tensor(0.5), np.float32(0.5)], ids=["tensor", "numpy"])
+def test_a_norm_to_clip_to_is_any_number(clip: Any) -> None:
+    param = nn.Parameter(torch.ones(1))
+    param.grad = torch.full((1,), 3.0)
+    zerograph.optim.SGD([param], lr=1.0).step(clip=clip)
+    assert param.item() == pytest.approx(0.5)
 
 
 def test_an_empty_generator_is_reported(caplog: pytest.LogCaptureFixture) -> None:

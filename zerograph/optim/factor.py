@@ -15,6 +15,9 @@ from zerograph.core.arguments import number, require
 from zerograph.optim.tensors import uses_kernels
 
 
+CLIP_HINT = "clip=1.0, or leave it out to scale nothing"
+
+
 class Factor(NamedTuple):
     """Attributes:
     by: what gradients are multiplied by; where it was decided on a device, a float64 there.
@@ -73,16 +76,14 @@ class Asked:
         """The product of ``scales``, without waiting for tensors on a device if it is wanted ``there``.
 
         Raises:
-            ConfigError: one is no number, or zero, or ``clip`` is not positive.
+            ConfigError: one is no number, or their product zero, or ``clip`` is not positive.
         """
         hint = "give what the loss was multiplied by"
         here = [number("grad_scale", s, hint) for s in self.scales if not (there and _is_elsewhere(s))]
         scale: float | Tensor = math.prod(here)
         require(bool(scale), "grad_scale=0: gradients cannot be divided by it", hint)
         if self.clip is not None:
-            hint = "clip=1.0, or leave it out to scale nothing"
-            clip = number("clip", self.clip, hint)
-            require(clip > 0, f"clip={clip}: the largest norm allowed must be positive", hint)
+            require(self.clip > 0, f"clip={self.clip}: the largest norm allowed must be positive", CLIP_HINT)
         for other in self.scales if there else ():
             if _is_elsewhere(other):
                 scale = scale * other.double().reshape(())

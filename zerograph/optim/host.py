@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 import zerograph._core as _core
+from zerograph.core.arguments import number
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.algorithm import Algorithm, OnDevice, RanksOf
 from zerograph.optim.clip import (
@@ -33,7 +34,7 @@ from zerograph.optim.clip import (
     require_stages,
 )
 from zerograph.optim.delayed import DelayedSteps, ForwardSteps
-from zerograph.optim.factor import Asked, Factor
+from zerograph.optim.factor import CLIP_HINT, Asked, Factor
 from zerograph.optim.joint import JointUpdate
 from zerograph.optim.options import Options
 from zerograph.optim.overlap import EarlySteps
@@ -280,6 +281,7 @@ class HostOptimizer(Optimizer):
     ) -> Factor | None:
         """The factor of the gradients; None to skip the step."""
         scales = [s for s in (self.__dict__.get("grad_scale"), grad_scale) if s is not None]
+        clip = None if clip is None else number("clip", clip, CLIP_HINT)
         asked = Asked(scales, clip, self.skip_nonfinite, self.__dict__.get("found_inf"))  # the latter by GradScaler
         if self._decides_there(rows, asked):
             return self._factor_there(rows, asked)
