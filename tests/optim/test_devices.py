@@ -139,6 +139,25 @@ def test_a_device_decides_for_itself(kind: str, scaled: bool) -> None:
     assert copy.deepcopy(optimizer).skipped == 2
 
 
+def test_a_scaler_that_found_no_gradient() -> None:
+    """``GradScaler`` then sets ``found_inf`` to the number 0. It asks for gradients of one optimizer only."""
+    params, others = parameters(torch.float32, ELSEWHERE), parameters()
+    optimizer, other = native.AdamW(params, lr=0.1), native.SGD(others, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    for step in range(3):
+        give_gradients(others, step, 8.0)
+        if step != 1:
+            give_gradients(params, step, 8.0)
+        before = params[0].detach().clone()
+        scaler.step(optimizer)
+        scaler.step(other)
+        scaler.update()
+        assert torch.equal(params[0], before) is (step == 1)
+        optimizer.zero_grad()
+    assert optimizer.skipped == 0
+
+
 def test_moments_that_torch_cannot_keep() -> None:
     params = parameters()
     give_gradients(params, 0)

@@ -282,18 +282,20 @@ class HostOptimizer(Optimizer):
         """The factor of the gradients; None to skip the step."""
         scales = [s for s in (self.__dict__.get("grad_scale"), grad_scale) if s is not None]
         clip = None if clip is None else number("clip", clip, CLIP_HINT)
-        asked = Asked(scales, clip, self.skip_nonfinite, self.__dict__.get("found_inf"))  # the latter by GradScaler
+        found_inf = self.__dict__.get("found_inf")  # by GradScaler, whose sum over no gradients is the number 0
+        found_inf = None if found_inf is None else torch.as_tensor(found_inf)
+        asked = Asked(scales, clip, self.skip_nonfinite, found_inf)
         if self._decides_there(rows, asked):
             return self._factor_there(rows, asked)
-        found_inf = asked.found_inf is not None and bool(float(asked.found_inf))
-        if found_inf and self.stages is None:
+        skips = asked.found_inf is not None and bool(float(asked.found_inf))
+        if skips and self.stages is None:
             return None
         scale = float(asked.scale())
         if not asked.takes_norm:
-            return None if found_inf else Factor(1.0 / scale)
+            return None if skips else Factor(1.0 / scale)
         split, replicated = self._sums_of_squares(rows, asked)
         self._grad_norm = norm = math.sqrt(float(split) + float(replicated)) / scale
-        return None if found_inf else asked.decided(norm, scale)  # not before: other stages wait for the norm of this
+        return None if skips else asked.decided(norm, scale)  # not before: other stages wait for the norm of this
 
     def _decides_there(self, rows: Sequence[UpdateRow], asked: Asked) -> bool:
         """Whether a device has all that is updated, and can skip the update: it is then not waited for. First steps,
