@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from errno import ENOMEM
 from pathlib import Path
 
 import torch
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 
 STRIPE = 8 * 2**20
 """Bytes on one folder before the next one follows: a transfer long enough for the full speed of a disk."""
+_MOST_STRIPES = 2**14
+"""In an arena. Each that a tensor maps is a mapping of the system's, of which a process has 65530."""
+_TOO_MANY = "sysctl -w vm.max_map_count=1048576: each stripe of a mapped tensor needs one; or fewer folders in path="
 
 
 @dataclass(eq=False, slots=True)
@@ -60,10 +64,10 @@ class Ticket:
 class Arena:
     """Room for ``size`` bytes of tensors in ``paths``, reserved at once.
 
-    ``stripe`` bytes lie on one path before the next follows, ``depth`` transfers are in flight at most, each at most
-    ``block`` bytes long. Memory that is not aligned goes through ``buffers`` staging buffers of ``buffer`` bytes.
-    ``direct=False`` goes through the page cache. ``timings`` hears of transfers that were waited for. A context
-    manager: leaving it closes it.
+    ``stripe`` bytes lie on one path before the next follows, ``STRIPE`` or, in large arenas, more of them. ``depth``
+    transfers are in flight at most, each at most ``block`` bytes long. Memory that is not aligned goes through
+    ``buffers`` staging buffers of ``buffer`` bytes. ``direct=False`` goes through the page cache. ``timings``
+    hears of transfers that were waited for. A context manager: leaving it closes it.
 
     Raises:
         StorageError: a folder cannot be written, has no room, is a symbolic link, or is reached through one that
@@ -76,7 +80,7 @@ class Arena:
         paths: Sequence[str | Path],
         size: int,
         *,
-        stripe: int = STRIPE,
+        stripe: int | None = None,
         depth: int = 32,
         block: int = STRIPE,
         buffer: int = 4 * 2**20,
@@ -87,6 +91,8 @@ class Arena:
     ) -> None:
         if isinstance(paths, (str, Path)) or not paths:
             raise ValueError(f"paths must be a list of folders, got {paths!r}")
+        if stripe is None:
+            stripe = _stripe_of(size)
         if stripe <= 0 or stripe % ALIGNMENT:
             raise ValueError(f"stripe must be a multiple of {ALIGNMENT} bytes, got {stripe}")
         if size < 0:
@@ -348,7 +354,7 @@ class Arena:
         mapping = self._mappings.get(extent)
         if mapping is None:
             parts = self._parts(extent.offset, extent.room)
-            with _explained():
+            with _explained(_TOO_MANY if len(self._slabs) > 1 else ""):
                 mapping = _core.FileMapping([(self._slabs[slab].fd, place, size) for slab, place, _, size in parts])
             with self._mappings_lock:
                 self._mappings[extent] = mapping
@@ -437,8 +443,8 @@ def _shut(
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Errors of the core as our own, with file and errno."""
+def _explained(without_memory: str = "") -> Iterator[None]:
+    """Errors of the core as our own, with file and errno, and a hint where there is no memory."""
     try:
         yield
     except StorageError:
@@ -447,7 +453,12 @@ def _explained() -> Iterator[None]:
         text, _, hint = (error.strerror or str(error)).partition("\n\nhint: ")
         where = error.filename
         message = text if where is None or str(where) in text else f"{where}: {text}"
+        hint = hint or (without_memory if error.errno == ENOMEM else "")
         raise StorageError(message, hint, errno=error.errno, path=where) from None
+
+
+def _stripe_of(size: int) -> int:
+    return max(1, -(-size // (_MOST_STRIPES * STRIPE))) * STRIPE
 
 
 @functools.cache

@@ -28,7 +28,7 @@ import zerograph._core as _core
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
 from zerograph.runtime.offload import nvme
-from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.extents import ALIGNMENT, Extent
 from zerograph.runtime.offload.nvme import Arena, Priority, huge_tensor
 
 MIB = 2**20
@@ -117,6 +117,20 @@ def test_slices_at_any_place_leave_their_neighbours_alone(
                 part = torch.empty(end - begin, dtype=torch.uint8)
                 arena.wait(arena.read(extent, part, offset=begin))
                 assert torch.equal(part, memory)
+
+
+def test_large_arenas_have_long_stripes(tmp_path: Path) -> None:
+    """The system has a number of mappings for a process, one for each stripe that a tensor shows."""
+    for size, stripe in ((MIB, 8 * MIB), (128 * 2**10 * MIB, 8 * MIB), (2**40, 64 * MIB), (2**40 + 1, 72 * MIB)):
+        assert nvme._stripe_of(size) == stripe
+    folders = [tmp_path] * 2
+    most = int(Path("/proc/sys/vm/max_map_count").read_text())
+    if most <= 2**17:  # else the file would be large
+        with Arena(folders, (most + 2) * ALIGNMENT + MIB, stripe=ALIGNMENT) as arena:
+            few, many = arena.allocate(MIB), arena.allocate((most + 2) * ALIGNMENT)
+            with pytest.raises(StorageError, match=r"(?s)cannot map .*hint: sysctl -w vm.max_map_count="):
+                arena.map(many)
+            assert arena.map(few) is not None
 
 
 def test_what_does_not_fit_is_refused(arena: Arena) -> None:
