@@ -262,6 +262,7 @@ def _causal_lm(name: str, attention: str, **changes: Any) -> Any:
 
 
 HALF = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+OSS = HALF | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 DOCUMENTS = [[5, 14, 13], [1, 31]]
 
 
@@ -286,7 +287,7 @@ def _as_on_one_process(name: str, changes: dict[str, Any], kind: str, stage: int
     """Returns how many pieces the last forward gathered."""
     group, world = dist.group.WORLD, dist.get_world_size()
     assert group is not None
-    plain = _causal_lm(name, "eager" if name == "gemma2" else "sdpa", **changes)
+    plain = _causal_lm(name, "eager" if name in ("gemma2", "gpt_oss") else "sdpa", **changes)
     model = _causal_lm(name, ulysses_attention(group, packed=kind == "packed"), **changes)
     backend = zerograph.backend(stage=stage, compute="inductor" if world == 2 and stage == 3 else "eager")
     model.compile(backend=backend)
@@ -326,7 +327,10 @@ def _as_on_one_process(name: str, changes: dict[str, Any], kind: str, stage: int
         (4, "qwen3", {"use_sliding_window": True} | HALF, "packed", 3),
         (2, "gemma3_text", HALF, "packed", 0),
         (4, "gemma3_text", HALF, "padding", 2),
-        (2, "gemma2", {"attn_logit_softcapping": None} | HALF, "window", 2),
+        (2, "gemma2", {"attn_logit_softcapping": 1.0} | HALF, "window", 3),
+        (4, "gemma2", {"attn_logit_softcapping": 1.0} | HALF, "packed", 2),
+        (2, "gpt_oss", OSS, "padding", 3),
+        (4, "gpt_oss", OSS, "window", 1),
         (2, "llama", {}, "prefix", 3),
         (2, "llama", {}, "padding", 0),
     ],
@@ -349,11 +353,12 @@ def _refused() -> None:
     one, packed = ulysses_attention(group), ulysses_attention(group, packed=True)
     ones = torch.ones(1, 16, dtype=torch.int64)
     cases: list[tuple[type[Exception], str, str, str, dict[str, Any], dict[str, Any]]] = [
-        (UnsupportedError, "is given softcap", "gemma2", one, {}, {}),
         (UnsupportedError, "is given cu_seq_lens_q", "llama", packed, {}, {"cu_seq_lens_q": ones[0]}),
         (ConfigError, "is of 16 tokens, and this rank has 8", "llama", one, {}, {"attention_mask": ones}),
         (ConfigError, "beside packed documents", "llama", packed, {}, {"attention_mask": ones[:, :8]}),
         (ConfigError, r"not of the 16 tokens", "llama", one, {}, {"attention_mask": ones[:, None, :8, None] > 0}),
+        (UnsupportedError, "in chunks, as Llama 4 does", "llama4_text", one, {}, {}),
+        (UnsupportedError, "keys that it makes of several tokens", "deepseek_v4", one, {}, {}),
         (UnsupportedError, "more than a causal window", "gemma3_text", one, {"use_bidirectional_attention": True}, {}),
         (RuntimeError, "position_ids are the first ones on each rank", "llama", packed, {}, {"position_ids": None}),
     ]

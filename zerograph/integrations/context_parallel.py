@@ -7,8 +7,9 @@ of one sequence too: every rank has a term of each gradient.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,20 @@ from zerograph.integrations.torch_private import all_gather, all_to_all, assert_
 
 Attention = Callable[..., Tensor]
 _REFUSED = {
-    "softcap": "scaled_dot_product_attention cannot cap: attn_logit_softcapping=None trains Gemma 2 without",
-    "s_aux": "scaled_dot_product_attention has no sinks",
     "position_bias": "context parallel takes models that turn or embed positions, such as Llama's",
     "cu_seq_lens_q": "leave cu_seq_lens out: position_ids say where documents begin, with packed=True",
 }
 """What models of transformers give their attention beside the three, and change it by; and what to do."""
 _NOT_MADE = "and Ulysses cannot make such a mask of shared sequences"
 _WHOLE = "give each rank the mask of all tokens: attention_mask of booleans [batch, 1, all tokens, all tokens]"
+
+
+class _Heads(NamedTuple):
+    """Stands for the module in an eager attention of transformers, which asks it for no more."""
+
+    training: bool
+    sinks: Tensor | None
+    num_key_value_groups: int = 1
 
 
 def ulysses(
@@ -110,8 +117,10 @@ def ulysses_attention(group: dist.ProcessGroup, packed: bool = False) -> str:
 
     A model of it gets this rank's ``input_ids``, with ``position_ids`` of where they are in the sequence and
     ``shift_labels``, the tokens behind each: a rank does not have that behind its last one. Other positions are a
-    ``RuntimeError`` on all ranks of the sequence. Windows are the model's own. An ``attention_mask`` of two dimensions
-    is this rank's piece, and one of four booleans for all tokens, ``[batch, 1, all tokens, all tokens]``.
+    ``RuntimeError`` on all ranks of the sequence. Windows are the model's own. Where it caps scores or has sinks, its
+    own eager attention runs, which holds a score for each pair of tokens and each of a rank's heads. An
+    ``attention_mask`` of two dimensions is this rank's piece, and one of four booleans for all tokens,
+    ``[batch, 1, all tokens, all tokens]``.
 
     Args:
         group: the ranks that share a sequence.
@@ -140,7 +149,7 @@ def ulysses_attention(group: dist.ProcessGroup, packed: bool = False) -> str:
     ) -> tuple[Tensor, None]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         positions: Any = options.get("position_ids")
-        _refuse(type(module).__name__, options, positions, causal, packed)
+        _refuse(module, options, positions, causal, packed)
         if attention_mask is not None:
             _require_whole(attention_mask, query.shape[2] * group.size())
         if positions is not None and getattr(module, "layer_idx", 0) == 0:  # the same in all layers
@@ -150,12 +159,13 @@ def ulysses_attention(group: dist.ProcessGroup, packed: bool = False) -> str:
             attention_mask = documents if attention_mask is None else attention_mask & documents
         if key.shape[1] % group.size():
             key, value = (_repeated(x, query.shape[1]) for x in (key, value))
+        softcap, sinks = options.get("softcap"), options.get("s_aux")
         found = ulysses(
             query,
             key,
             value,
             group,
-            _attend,
+            _attend if softcap is None and sinks is None else _as_eagerly(module, group, softcap, sinks),
             attn_mask=attention_mask,
             dropout_p=dropout,
             scale=scaling,
@@ -179,8 +189,13 @@ def ulysses_attention(group: dist.ProcessGroup, packed: bool = False) -> str:
         causal = "allow_is_bidirectional_skip" not in options  # which transformers says of the others only
         tokens = q_length * group.size()
         window = local_size if local_size is not None and local_size < tokens else None
-        chunked = getattr(config, "attention_chunk_size", None) is not None
-        if chunked or use_vmap or (window is not None and not causal):
+        if getattr(config, "attention_chunk_size", None) is not None:
+            raise UnsupportedError(
+                "the model attends in chunks, as Llama 4 does, whose attention is not told position_ids, and scales "
+                "queries by their places among a rank's tokens, not in the sequence",
+                "use ulysses(...) in an attention of your own",
+            )
+        if use_vmap or (window is not None and not causal):
             raise UnsupportedError(f"the model masks by more than a causal window, {_NOT_MADE}", _WHOLE)
         unpadded = None
         if attention_mask is not None:
@@ -206,6 +221,41 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     return F.scaled_dot_product_attention(query, key, value, attn_mask, enable_gqa=grouped, **options)
 
 
+def _as_eagerly(
+    module: torch.nn.Module, group: dist.ProcessGroup, softcap: float | None, sinks: Tensor | None
+) -> Attention:
+    """The attention that the model's own file has for ``attn_implementation="eager"``, of this rank's heads.
+
+    ``scaled_dot_product_attention`` neither caps scores nor has sinks, and models differ in where they round."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} caps scores or has sinks, without an eager_attention_forward in its file",
+            "use ulysses(...) in the attention of the model, with an attention of yours",
+        )
+    own = None if sinks is None else sinks.chunk(group.size())[group.rank()]
+    heads = _Heads(module.training, own)
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        dropout_p: float,
+    ) -> Tensor:
+        key, value = (_repeated(x, query.shape[1]) for x in (key, value))
+        if is_causal:
+            attn_mask = _before(query.shape[2], None, query.device)
+        if attn_mask is not None:  # eager attentions add it, and know no booleans
+            attn_mask = query.new_zeros(()).where(attn_mask, torch.finfo(query.dtype).min)
+        found, _ = eager(heads, query, key, value, attn_mask, scaling=scale, dropout=dropout_p, softcap=softcap)
+        return found.transpose(1, 2)
+
+    return attend
+
+
 def _repeated(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
@@ -229,7 +279,15 @@ def _unpadded(padding: Tensor, group: dist.ProcessGroup) -> Tensor:
     return (all_gather(padding.long(), group) != 0)[:, None, None, :]  # of booleans Inductor makes wrong code
 
 
-def _refuse(name: str, options: dict[str, Any], positions: Tensor | None, causal: bool, packed: bool) -> None:
+def _refuse(
+    module: torch.nn.Module, options: dict[str, Any], positions: Tensor | None, causal: bool, packed: bool
+) -> None:
+    name = type(module).__name__
+    if getattr(module, "compressor", None) is not None:
+        raise UnsupportedError(
+            f"{name} attends to keys that it makes of several tokens each, of which each rank has its own only",
+            "train DeepSeek V4 without context parallel",
+        )
     for option, hint in _REFUSED.items():
         if options.get(option) is not None:
             raise UnsupportedError(f"{name} is given {option}, which Ulysses does not pass on", hint)
