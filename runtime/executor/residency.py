@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -32,17 +33,31 @@ def params_in(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
     return [p for group in groups for p in group["params"]]
 
 
+class Pipeline(Protocol):
+    """What an optimizer's step needs of the ranks that have other stages."""
+
+    def add_up(self, numbers: Tensor) -> None:
+        """``numbers``, on the CPU, over all ranks, in place."""
+
+    def stop(self, reason: str) -> None:
+        """A step failed on this rank."""
+
+
 class StepCount:
     """Steps of optimizers so far; shared by all frames of one backend.
 
     Attributes:
         value: of optimizers that write to memory of the backend's parameters, these themselves or views of them.
         own: of those that move parameters of the backend, as all ranks must have taken alike.
+        pipelines: ranks that have other stages, by their group, where an error of one ends the others' waits.
+        parts: the stages of these, whose parameters a backend of one rank alone does not know otherwise.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         """``params`` are the backend's by name, now and later."""
         self.value = self.own = 0
+        self.pipelines = weakref.WeakKeyDictionary[ProcessGroup, Pipeline]()
+        self.parts = weakref.WeakSet[nn.Module]()
         self._params = params
         count = weakref.ref(self)
 
@@ -64,8 +79,17 @@ class StepCount:
         self.value += 1
         self.own += 1
 
+    def pipelines_of(self, optimizer: Optimizer) -> Mapping[ProcessGroup, Pipeline]:
+        """:attr:`pipelines`, if ``optimizer`` updates parameters of theirs."""
+        held = params_in(optimizer.param_groups) if self.pipelines else ()
+        return {} if self._known.isdisjoint(map(id, held)) else self.pipelines
+
+    @property
+    def _known(self) -> set[int]:
+        return {id(p) for p in (*self._params.values(), *(p for part in self.parts for p in part.parameters()))}
+
     def _stepped(self, optimizer: Optimizer) -> None:
-        groups, known = optimizer.param_groups, {id(p) for p in self._params.values()}
+        groups, known = optimizer.param_groups, self._known
         held = params_in(groups)
         # One of a probe on one rank alone is nothing to us, where other ranks trust what they have gathered.
         self.value += any(id(p) in known for p in held) or self._share_memory(held)

@@ -76,6 +76,33 @@ def test_a_rank_that_fails_ends_waits_and_all_go_on(pending: str) -> None:
     assert run(2, _one_fails, pending, timeout=60) == [[3.0, 4.0]] * 2
 
 
+def _stops() -> list[bool]:
+    """Of a rank that is not to begin the next step: it, or one that waited for its norm, failed between steps."""
+    neighbours, found = _connected(), list[bool]()
+    neighbours.begin()
+    number = torch.ones(1, dtype=torch.float64)
+    neighbours.add_up(number)
+    assert number.item() == 2.0
+    if dist.get_rank() == 1:
+        with pytest.raises(RankError, match="rank 0 failed: ValueError: no step"):
+            neighbours.add_up(number)
+    for _ in range(2):  # a second optimizer, in whose norm nobody is any more
+        neighbours.stop("ValueError: no step")
+        found.append(neighbours.stopped)
+    neighbours.fail("this step is not begun")
+    found.append(neighbours.stopped)
+    neighbours.stop("behind a step of the pipeline that failed, all begin the next one")
+    found.append(neighbours.stopped)
+    neighbours.begin()
+    neighbours.add_up(number)
+    assert number.item() == 4.0
+    return found
+
+
+def test_a_rank_whose_optimizer_fails_ends_the_waits_of_others_and_drops_the_next_step() -> None:
+    assert run(2, _stops, timeout=60) == [[True, True, False, False]] * 2
+
+
 def _connects(slow: int) -> float:
     def connect(*args: Any) -> dist.ProcessGroup:
         group = gloo_group(*args)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from graphs import pipeline_with
 from numerics.test_caught_errors import TRAP, trapped
-from numerics.test_pipeline import MICROBATCHES, WORLD, Case, Part, Training, inside
+from numerics.test_pipeline import MICROBATCHES, WORLD, Case, Part, Training, inside, native
 from ranks import RankFailure, refused, run
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -152,9 +152,9 @@ def test_errors_in_the_first_step(rank: int, place: str, stages: int) -> None:
     assert run(WORLD, _first_steps, rank, place, stages) == run(WORLD, _spared, [0, 1], stages)
 
 
-def _optimizer_fails(ranks: tuple[int, ...], steps: int) -> list[str]:
+def _optimizer_fails(ranks: tuple[int, ...], steps: int, stages: int) -> list[str]:
     """In a hook before the step, on some ranks of the first stage, which the others have behind them by then."""
-    ours, found = Training(CASE), list[str]()
+    ours, found = Training(CASE, stages), list[str]()
     for seed in range(steps):
         ours.step(seed)
     ours.backward(1)
@@ -175,15 +175,53 @@ def _optimizer_fails(ranks: tuple[int, ...], steps: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [((0,), 1), ((0, 1), 1), ((0, 1), 0)])
+@pytest.mark.parametrize(("ranks", "steps", "stages"), [((0,), 1, 2), ((0, 1), 1, 2), ((0, 1), 0, 2), ((0,), 1, 4)])
 def test_an_optimizer_that_fails_on_one_stage_leaves_stages_of_different_ages(
-    ranks: tuple[int, ...], steps: int
+    ranks: tuple[int, ...], steps: int, stages: int
 ) -> None:
-    for rank, (first, second, third) in enumerate(run(WORLD, _optimizer_fails, ranks, steps)):
+    for rank, (first, second, third) in enumerate(run(WORLD, _optimizer_fails, ranks, steps, stages)):
         assert "no rank takes this step" in first or "rank 0 failed" in first, (rank, first)
         # Ranks of one stage compare their steps too, and are heard first.
-        differ = "stages are of different ages" if ranks == (0, 1) else "their shards are parts of different parameters"
+        whole = len(ranks) == WORLD // stages  # a stage
+        differ = "stages are of different ages" if whole else "their shards are parts of different parameters"
         assert differ in second and differ in third, (rank, second, third)
+
+
+def _fails_before_its_norm(rank: int, stages: int) -> list[float]:
+    """A native step waits for the norm of all stages. No rank has stepped when one fails before."""
+    ours = Training(NORMED, stages)
+    ours.optimizer.stages = ours.mesh["pp"].get_group()
+    ours.step(0)
+    for seed in (100, 200):
+        _no_step(ours, seed, rank)
+        with pytest.raises(RankError, match="no rank takes this step"):  # as of any error behind a schedule
+            ours.backward(seed + 1)
+        ours.optimizer.zero_grad()
+        ours.step(seed // 100)
+    return ours.losses[::2]  # without those of steps that were not taken
+
+
+def _no_step(training: Training, seed: int, rank: int) -> None:
+    def hook(*_: Any) -> None:
+        raise ValueError("no step")
+
+    training.backward(seed)
+    own, begun = dist.get_rank() == rank, time.monotonic()
+    handle = training.optimizer.register_step_pre_hook(hook) if own else None
+    with pytest.raises(ValueError if own else RankError, match="no step"):
+        training.optimizer.step()
+    assert time.monotonic() - begun < SOON
+    if handle is not None:
+        handle.remove()
+    training.optimizer.zero_grad()
+
+
+NORMED = replace(CASE, optimizer=native)
+
+
+@pytest.mark.parametrize(("rank", "stages"), [(0, 2), (3, 2), (2, 4)])
+def test_a_step_that_fails_before_its_norm_ends_the_waits_of_other_stages(rank: int, stages: int) -> None:
+    assert run(WORLD, _fails_before_its_norm, rank, stages) == run(WORLD, _spared, [0, 1, 2], stages, NORMED)
 
 
 def _too_few_rows() -> list[float]:

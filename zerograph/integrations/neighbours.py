@@ -32,6 +32,7 @@ class Neighbours:
     Attributes:
         rendezvous: how they meet after an error.
         takes_steps: whether this rank's stage has shown that it takes optimizer steps.
+        stopped: whether one of these has failed on this rank since the last step of the pipeline.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -45,7 +46,7 @@ class Neighbours:
         self._open: list[dist.ProcessGroup] = []  # one while it is connected; nobody else holds it
         self._transfers = weakref.WeakSet[_Transfer]()
         self.rendezvous.hang_up = partial(_hang_up, self._open, self._transfers)
-        self._connected, self._stepped, self._met, self.takes_steps = -1, 0, 0, False
+        self._connected, self._stepped, self._met, self.takes_steps, self.stopped = -1, 0, 0, False, False
         self._follow()
         self.total([0])  # none goes on, and perhaps fails and hangs up, while another still connects
 
@@ -89,16 +90,28 @@ class Neighbours:
             RankError: another rank failed.
         """
         counts = torch.tensor(numbers, dtype=torch.int32, device="cpu")  # whatever the user's default device is
-        self._begin("allreduce", [counts]).wait()
+        self.add_up(counts)
         sums: list[int] = counts.tolist()
         return sums
 
+    def add_up(self, numbers: Tensor) -> None:
+        """As :meth:`total`, in place."""
+        self._begin("allreduce", [numbers]).wait()
+
     def fail(self, reason: str) -> None:
         """This rank failed: end what others wait for, and meet them at the next step."""
+        self.stopped = False
         try:
             self._follow()  # they wait for this rank to connect, and hear nothing meanwhile
         finally:
             self.rendezvous.fail(reason)
+
+    def stop(self, reason: str) -> None:
+        """An optimizer's step failed on this rank: others may wait for its norm. They hear of it there, or in the next
+        step of the pipeline, which this rank is not to begin: else it would meet them a step later than they come."""
+        outside = self.stopped or not self.rendezvous.failed
+        self.fail(reason)
+        self.stopped = outside
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Transfer:
         """As of a process group."""

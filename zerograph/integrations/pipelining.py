@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -85,18 +84,18 @@ def _connected(stages: Sequence[Any], backend: Backend) -> Neighbours | None:
     group: Any = first.group or dist.group.WORLD
     if group.size() == 1 or backend_name(group, torch.device(first.device)) != "gloo":
         return None
-    known = _NEIGHBOURS.setdefault(backend, weakref.WeakKeyDictionary())
-    if group not in known:  # else another schedule has connected it
-        known[group] = Neighbours(group, torch.device(first.device))
+    known = backend._steps.pipelines
+    neighbours = known.get(group)
+    if not isinstance(neighbours, Neighbours):  # else another schedule has connected it
+        neighbours = known[group] = Neighbours(group, torch.device(first.device))
+    backend._steps.parts.update(stage.submod for stage in stages)
     for stage in stages:
-        if getattr(stage, _SENDS_THROUGH, None) is not known[group]:
-            send_through(stage, known[group])
-            setattr(stage, _SENDS_THROUGH, known[group])
-    return known[group]
+        if getattr(stage, _SENDS_THROUGH, None) is not neighbours:
+            send_through(stage, neighbours)
+            setattr(stage, _SENDS_THROUGH, neighbours)
+    return neighbours
 
 
-_NEIGHBOURS = weakref.WeakKeyDictionary[Backend, weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours]]()
-"""Of one backend, whose optimizer steps they compare."""
 _SENDS_THROUGH = "_zg_neighbours"
 
 
@@ -134,8 +133,7 @@ def _together(stages: Sequence[PipelineStage], backend: Backend, neighbours: Nei
         return
     try:
         comm = backend._adoption.communicator
-        if comm is not None and comm.rendezvous is not None:
-            _refuse_failed(comm.rendezvous, neighbours)
+        _refuse_failed(comm.rendezvous if comm is not None else None, neighbours)
         neighbours.begin()
         yield
         comm, steps = backend._adoption.communicator, backend._steps.own
@@ -164,16 +162,16 @@ def _abandon_updates(stages: Sequence[PipelineStage]) -> None:
             early.abandon("a step of the pipeline failed after a backward in it had updated parameters")
 
 
-def _refuse_failed(stage: Rendezvous, pipeline: Neighbours) -> None:
+def _refuse_failed(stage: Rendezvous | None, pipeline: Neighbours) -> None:
     """Raises:
-    RankError: the ranks of this one's ``stage`` know of an error that those along the ``pipeline`` do not. All drop
-        this batch, so that first and last stage have the same one in the next step.
+    RankError: this rank, or its ``stage``, knows of an error that those along the ``pipeline`` may not. All drop this
+        batch, so that first and last stage have the same one in the next step.
     """
-    if stage.failed and not pipeline.rendezvous.failed:
+    if pipeline.stopped or (stage is not None and stage.failed and not pipeline.rendezvous.failed):
         pipeline.takes_steps = True  # its first one may be what failed
         raise RankError(
             "ranks of this stage failed outside of the schedule, as in the step of an optimizer, of which other stages "
-            "hear only now: no rank takes this step",
+            "may hear only now: no rank takes this step",
             "see the error before this one",
         )
 

@@ -123,6 +123,8 @@ class OptimizerCheck:
             averages = optimizer.takes_local_gradients and self._holds_own(optimizer)
             if averages or any(map(is_sharded, self._own(optimizer))):
                 optimizer.communicator = weakref.ref(ranks)
+        if isinstance(optimizer, HostOptimizer) and optimizer.stages is not None:
+            optimizer.pipelines = self._steps.pipelines_of(optimizer) or optimizer.pipelines  # or another backend's
         if self._holds_own(optimizer):
             if moving_groups(optimizer.param_groups):
                 self._complete()
@@ -188,12 +190,17 @@ class OptimizerCheck:
         their next program. A step that is refused has not begun, and a caller that catches that can mend and repeat it.
         """
         refused, self._refused = self._refused, None
-        if error is refused or not self._holds_own(optimizer):
+        if error is refused:
+            return
+        reason = f"in {type(optimizer).__name__}.step(): {reason_of(error)}"
+        for pipeline in self._steps.pipelines_of(optimizer).values():
+            pipeline.stop(reason)
+        if not self._holds_own(optimizer):
             return
         self._telemetry.updated()
         ranks = self._communicator()
         if ranks is not None:
-            ranks.abort(f"in {type(optimizer).__name__}.step(): {reason_of(error)}")
+            ranks.abort(reason)
 
     def _own(self, optimizer: Optimizer) -> Iterator[Tensor]:
         """The parameters of the backend that ``optimizer`` updates."""

@@ -21,6 +21,7 @@ from zerograph.runtime.comm.collectives import sum_over_ranks
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.dtensors import Groups, groups_of_ranks, is_partial, split_over
 from zerograph.runtime.executor import late_gradients
+from zerograph.runtime.executor.residency import Pipeline
 from zerograph.runtime.joined import shards_of
 from zerograph.runtime.torch_private import group_device, local_tensor
 
@@ -102,15 +103,21 @@ def require_stages(stages: object) -> None:
 
 
 def over_stages(
-    total: Tensor, stages: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup], largest: bool = False
+    total: Tensor,
+    stages: dist.ProcessGroup,
+    groups: Iterable[dist.ProcessGroup],
+    largest: bool = False,
+    pipeline: Pipeline | None = None,
 ) -> Tensor:
     """``total``, one number, added up over ``stages``, or the ``largest`` of theirs. All of them call this, also one
     without gradients, or with some on another device or of another dtype.
 
     Args:
         groups: over which ``total`` was added up before.
+        pipeline: adds up in place of torch's all-reduce, where an error of one of ``stages`` ends the others' waits.
 
     Raises:
+        RankError: the ``pipeline`` ended.
         ConfigError: ``stages`` shares ranks with one of ``groups``, which would count more than once.
     """
     ranks = set(dist.get_process_group_ranks(stages))
@@ -120,7 +127,10 @@ def over_stages(
             twice < 2, f"stages has {twice} ranks that share one stage, whose norm would count {twice} times", _STAGES
         )
     there = total.to(group_device(stages), torch.float64)
-    dist.all_reduce(there, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stages)
+    if pipeline is not None:
+        pipeline.add_up(there)
+    else:
+        dist.all_reduce(there, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stages)
     return there.to(total.device)
 
 

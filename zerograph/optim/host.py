@@ -49,7 +49,7 @@ from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.dtensors import Groups
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import Arrival
-from zerograph.runtime.executor.residency import StepCount, moving_groups
+from zerograph.runtime.executor.residency import Pipeline, StepCount, moving_groups
 from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
@@ -66,6 +66,7 @@ class HostOptimizer(Optimizer):
         algorithm: what distinguishes it from the others.
         communicator, store, steps: of the backend whose sharded parameters these are, which sets them before each step.
         accumulation: likewise, of gradients that the backend holds back.
+        pipelines: likewise, ranks that have other stages, by their group.
         takes_local_gradients: whether it averages something else than gradients, from some step on.
     """
 
@@ -73,6 +74,7 @@ class HostOptimizer(Optimizer):
     store: ShardStore | None = None
     steps: StepCount | None = None
     accumulation: GradientAccumulation | None = None
+    pipelines: Mapping[ProcessGroup, Pipeline] | None = None
     takes_local_gradients: ClassVar[bool] = False
     late: DelayedSteps | ForwardSteps | None = None
 
@@ -342,7 +344,8 @@ class HostOptimizer(Optimizer):
         replicated = sum(rest, replicated.to(rest[0].device) if rest else replicated)
         if self.stages is None or self._makes_states(asked, total + replicated):
             return total, replicated
-        both = over_stages(total + replicated, self.stages, groups)
+        pipeline = self.pipelines.get(self.stages) if self.pipelines is not None else None
+        both = over_stages(total + replicated, self.stages, groups, pipeline=pipeline)
         return both, both.new_zeros(())
 
     def _makes_states(self, asked: Asked, squares: Tensor) -> bool:
