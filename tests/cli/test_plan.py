@@ -17,7 +17,10 @@ from typing import Any
 import plans
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner, Result
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerograph
 from zerograph.cli import main
@@ -29,6 +32,8 @@ from zerograph.core.plan import Placement, Plan
 from zerograph.core.timeline import STREAMS
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import plan_file
+from zerograph.integrations.context_parallel import ulysses
+from zerograph.integrations.expert_parallel import divide_experts
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.explain.reasons import _FASTEST
 from zerograph.planner.programs.rules import layer_of_param
@@ -308,6 +313,43 @@ def test_errors_name_the_next_thing_to_do(model: Path, name: str, message: str) 
     result = run(name.format(model=model))
     assert result.exit_code == 2
     assert message in result.stderr and "hint: " in result.stderr
+
+
+class Shared(nn.Module):
+    """Attention over sequences that the ranks of ``group`` share."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.three = group, nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.three(x).unflatten(2, (12, 4)).transpose(1, 2).chunk(3, dim=1)
+        return ulysses(*heads, self.group, is_causal=True).square().mean()
+
+
+def _shared() -> Any:
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"].get_group()
+    return Shared(group), (torch.zeros(2, 8, 16),)
+
+
+def _divided() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, use_cache=False, **sizes)
+    axis = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))["ep"]
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    return divide_experts(MixtralForCausalLM(config), axis), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(_shared, "8 collectives of the model's own, of 8 KiB together"), (_divided, "experts that ranks divide")],
+)
+def test_what_a_model_sends_itself_is_said_to_be_left_out(make: Any, said: str, offload: Any) -> None:
+    file = plan_file("model", make, machine_named("h100-80gb"), world=4, offload=offload)
+    assert [text for text in file.forecast.not_counted if said in text] == [file.forecast.not_counted[-1]]
 
 
 OFFLOAD = ("--world", "4", "--batch", "4", "--seq", "64", "--stage", "auto", "--offload")

@@ -18,7 +18,7 @@ from zerograph.dryrun.compile_only import Compiled, compile_only, tracing
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.plan_file import file_from_search
 from zerograph.planner.explain.reasons import reasons
-from zerograph.planner.programs.forecasts import forecast_programs
+from zerograph.planner.programs.forecasts import forecast_programs, not_counted_of
 from zerograph.planner.programs.micro_batches import seconds_of_passes
 from zerograph.planner.search.constraints import Constraints, open_placements, open_tiers
 from zerograph.sim.rates import Rates
@@ -219,7 +219,8 @@ def forecast_file(
     # The optimizer decides where its updates run, and the forecast of programs has them behind the backward.
     plan = replace(frame.plan, overlap="none")
     passes = [frame.programs["forward"], frame.programs["backward"]]
-    found = forecast_programs(passes, plan, machine, moments=moments, adds=micro_batches > 1)
+    left_out, adds = not_counted_of(frame.step), micro_batches > 1
+    found = forecast_programs(passes, plan, machine, moments=moments, adds=adds, also_not_counted=left_out)
     flops = sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
     rates = Rates.of(machine, plan)
     config = compiled.config

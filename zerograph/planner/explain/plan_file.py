@@ -15,7 +15,7 @@ from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.explain.infeasible import infeasible
 from zerograph.planner.explain.reasons import reasons
 from zerograph.planner.programs.coarse import coarse_programs, snapshot
-from zerograph.planner.programs.forecasts import forecast_plan
+from zerograph.planner.programs.forecasts import forecast_plan, not_counted_of
 from zerograph.planner.programs.micro_batches import seconds_of_passes
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.search.constraints import Constraints
@@ -70,7 +70,8 @@ def file_from_search(
             "--offload optimizer or gradients keeps copies on the device, parameters with --dtype bfloat16 on the host",
         )
     require_plan(step, plan, _REPORT)
-    forecast, holdings = forecast_plan(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
+    left_out = UNPROGRAMMED + ALONE * (plan.world_size == 1) + not_counted_of(step)
+    forecast, holdings = forecast_plan(scheduler, plan, left_out)
     made = PlanFile(
         model=name,
         plan=plan,

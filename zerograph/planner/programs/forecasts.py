@@ -12,7 +12,9 @@ from zerograph.core.machine import Machine, is_disk
 from zerograph.core.param_bytes import sizes_of_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
+from zerograph.core.step import Step
 from zerograph.core.timeline import NOT_COUNTED, Forecast
+from zerograph.core.units import format_bytes
 from zerograph.planner.profile.regions import Life, Profile
 from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.micro_batches import gradients_left
@@ -43,6 +45,7 @@ def forecast_programs(
     state_sizes: Mapping[str, int] | None = None,
     measured: Measured | None = None,
     adds: bool = False,
+    also_not_counted: tuple[str, ...] = (),
 ) -> ProgramForecast:
     """Simulate ``programs`` (forward and backward of one frame, or one inference) on one rank of ``machine``.
 
@@ -51,6 +54,7 @@ def forecast_programs(
         state_sizes: where the optimizer is known, bytes that it keeps of each parameter that it updates, by name.
         measured: seconds that replace those that follow from the machine's rates.
         adds: there are gradients of earlier micro-batches.
+        also_not_counted: what the forecast leaves out, beside what all do.
     """
     rates = Rates.of(machine, plan)
     state_sizes = _state_sizes(plan, moments) if state_sizes is None else state_sizes
@@ -62,12 +66,29 @@ def forecast_programs(
         if modelled and plan.overlap == "backward":
             last, inside = with_updates_inside(last, plan, state_sizes, rates)
         step = (*step[:-1], last, update_program(plan, state_sizes, rates if modelled else None, last, inside))
-    forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=NOT_COUNTED)
+    left_out = NOT_COUNTED + also_not_counted
+    forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=left_out)
     peak = forecast.peaks.get("device")
     grows = (
         process_growth(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None
     )
     return ProgramForecast(step, forecast, holdings, grows)
+
+
+def not_counted_of(step: Step) -> tuple[str, ...]:
+    """What no forecast counts of ``step``: what the model itself sends, and experts that its ranks divide."""
+    sent = [op for op in step.ops if op.target.startswith(_COLLECTIVES) and not op.target.startswith(_WAITS)]
+    sizes, found = {value.name: value.bytes for value in step.values}, []
+    if sent:
+        received = format_bytes(sum(sizes[name] for op in sent for name in op.writes))
+        found.append(f"{len(sent)} collectives of the model's own, of {received} together")
+    if any(op.target.startswith(_EXPERTS) for op in step.ops):
+        found.append("experts that ranks divide: their work and memory, and the tokens that they are sent")
+    return tuple(found)
+
+
+_COLLECTIVES, _WAITS, _EXPERTS = "_c10d_functional.", "_c10d_functional.wait_tensor", "zerograph.routed_experts"
+"""What the targets of operations begin with."""
 
 
 def updates_are_modelled(plan: Plan) -> bool:
