@@ -28,6 +28,7 @@ class ArenaRoom:
         nobody needs."""
         self.open, self._reclaim = open_arena, reclaim
         self.opened: Arena | None = None
+        self._enough: Callable[[], int]
         self.loose: set[Extent] = set()
 
     @property
@@ -36,13 +37,13 @@ class ArenaRoom:
         assert self.opened is not None
         return self.opened
 
-    def reserve(self, size: int) -> Arena:
-        """Open the arena with ``size`` bytes.
+    def reserve(self, size: int, enough: Callable[[], int] = lambda: 0) -> Arena:
+        """Open the arena with ``size`` bytes; ``enough`` says how many are, whatever trains or is kept later.
 
         Raises:
             StorageError: there is no room.
         """
-        self.opened = self.open(size)
+        self.opened, self._enough = self.open(size), enough
         log.info("room on NVMe: %s", format_bytes(self.arena.size))
         return self.arena
 
@@ -61,7 +62,9 @@ class ArenaRoom:
         try:
             return self.arena.allocate(size)
         except StorageError as error:
+            enough = max(self._enough(), self.arena.size + size)
             raise StorageError(
                 f"{str(error).partition(chr(10))[0]}; they are for {what}",
-                "give the backend more room: zerograph.backend(nvme='...GiB')",
+                "give the backend room for parameters that train only later, and states that an optimizer adds: "
+                f"zerograph.backend(nvme='{-(-enough // 2**20)}MiB')",
             ) from None

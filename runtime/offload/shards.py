@@ -12,6 +12,7 @@ sees ordinary tensors: mappings of them (:func:`~zerograph.runtime.offload.store
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -160,6 +161,21 @@ class ShardStore:
         """
         if self.room.opened is not None:
             return
+        need = functools.partial(self._need, own, rest, masters, early)
+        total = need(moments)
+        arena = self.room.reserve(total + activations, lambda: need(moments + 1, all_train=True) + self.saved.room)
+        self.saved.arenas, self.saved.room = [arena], arena.size - total
+
+    def _need(
+        self,
+        own: Mapping[str, Placement],
+        rest: Placement,
+        masters: bool,
+        early: bool,
+        moments: int,
+        all_train: bool = False,
+    ) -> int:
+        """Bytes on NVMe of the model, as :meth:`reserve` has it, or of one whose frozen parameters train too."""
         single, total, split = torch.float32.itemsize, 0, self.locations.host is not None
         for name, param in self.locations.params.items():
             placement = own.get(name, rest)
@@ -169,13 +185,12 @@ class ShardStore:
             unplanned = Unplanned(True, masters and param.dtype == torch.float32)
             each = param.itemsize * (is_disk(values_tier(unplanned, placement, split)) + early)
             each += torch.bfloat16.itemsize * is_disk(copy_tier(unplanned, placement, split))
-            if param.requires_grad:
+            if param.requires_grad or all_train:
                 # Of 16 bits an optimizer may keep a master.
                 each += (moments + (param.itemsize < single)) * single
                 each += param.itemsize * is_disk(placement.gradients)
             total += -(-local_tensor(param).numel() // UNIT) * UNIT * each
-        arena = self.room.reserve(total + activations)
-        self.saved.arenas, self.saved.room = [arena], arena.size - total
+        return total
 
     def _move_to_host(self, bucket: Bucket, moved: Callable[[Tensor], None]) -> None:
         """Give parameters of a bucket their place on the host, where they are updated, or live and are not; what is
