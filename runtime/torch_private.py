@@ -133,7 +133,7 @@ def accumulated_directly() -> dict[int, Node]:
     node = torch._C._current_autograd_node()
     nodes = [one for one, _ in node.next_functions if one is not None] if node is not None else []
     wrapped = (inner for one in nodes if one.name() == "_RowsBackward" for inner, _ in one.next_functions)
-    return {id(one.variable): one for one in (*nodes, *wrapped) if hasattr(one, "variable")}
+    return {id(one.variable): one for one in (*nodes, *wrapped) if one is not None and hasattr(one, "variable")}
 
 
 def has_gradient_hooks(param: Tensor) -> bool:

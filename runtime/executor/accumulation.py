@@ -122,7 +122,7 @@ class GradientAccumulation:
             taker = self.taker
             raise UnsupportedError(
                 f"torch.autograd.grad for {returned}, or for tensors that it is computed from, while "
-                f"{'no_sync()' if self._holding or taker is None else taker.name} leaves each rank its own gradients: "
+                f"{'no_sync()' if self.holding or taker is None else taker.name} leaves each rank its own gradients: "
                 "nothing could average them later",
                 "call torch.autograd.grad outside of no_sync() and before the freeze_step of OneBitAdam, or backward()",
             )

@@ -14,7 +14,6 @@ from torch import Tensor
 from zerograph.core.arguments import number, require
 from zerograph.optim.tensors import uses_kernels
 
-
 CLIP_HINT = "clip=1.0, or leave it out to scale nothing"
 
 
