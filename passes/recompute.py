@@ -27,16 +27,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zerograph.core.plan import Plan
 from zerograph.core.step import layer_of_activation, layers_of
 from zerograph.graph.layers import module_of
-from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
+from zerograph.graph.nodes import COPIES, Activation, backward_nodes, is_size, is_view, readings_of_overwritten
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.torch_private import SEEDS, WITH_EFFECTS
 from zerograph.tiling.cuts import Mixes
 from zerograph.tiling.token_region import head_of, region_of
 
 log = logging.getLogger(__name__)
-aten, prims = torch.ops.aten, torch.ops.prims
-
-_CASTS = frozenset({aten._to_copy.default, aten.clone.default, prims.convert_element_type.default})
 
 _ONCE = SEEDS | {WITH_EFFECTS}
 """A second call gives something else than the first, or does something twice."""
@@ -77,7 +74,7 @@ def _tag_parameters(graph: fx.Graph) -> None:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    return is_view(node) or node.target in _CASTS
+    return is_view(node) or node.target in COPIES
 
 
 def _forward(graph: fx.Graph) -> list[fx.Node]:

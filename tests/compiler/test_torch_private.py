@@ -121,6 +121,33 @@ def test_a_graph_is_traced_and_split() -> None:
     assert _gradient(traced) == pytest.approx([math.cos(1)] * 3)
 
 
+def test_a_trace_has_operators_as_inductor_decomposes_them() -> None:
+    """Passes know views, casts and softmax in the form in which Inductor decomposes them, and in no other."""
+    found: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        traced, joints = _traced(gm, inputs)
+        for joint in joints:
+            with torch_private.as_when_called(joint):
+                torch_private.simplify_joint(joint)
+        found.extend(joints)
+        return traced
+
+    def loss(x: Tensor) -> Tensor:
+        y = x.flip(0).roll(1, 0).t().to(torch.float64).reshape(-1, 2)
+        z = torch.stack([y.to(torch.float32), y.float() @ x[:2]]).transpose(0, 1).reshape(-1, 4)
+        return (z.softmax(-1) * 3).sum() + z.log_softmax(-1)[0, 0]
+
+    torch.compile(loss, backend=backend)(torch.ones(4, 2, requires_grad=True)).backward()
+    targets = {node.target for node in found[0].graph.nodes}
+    assert {aten.permute.default, torch.ops.prims.convert_element_type.default, torch.ops.prims.fma.default} <= targets
+    assert targets.isdisjoint({
+        aten.flip.default, aten.roll.default, aten.t.default, aten._to_copy.default, aten._unsafe_view.default,
+        aten.reshape.default, aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default,
+        aten._log_softmax_backward_data.default,
+    })  # fmt: skip
+
+
 def test_a_joint_graph_is_worked_on_as_where_it_was_traced() -> None:
     _, (joint,) = _while_compiling(_traced)
     mode = torch_private.fake_mode_of([node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")])

@@ -11,7 +11,7 @@ from graphs import Builder
 
 from zerograph.tiling.cuts import COLUMNS, ROWS, Cut, Mixes, cut_of_operand, cut_of_result
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def test_dimensions_of_a_part() -> None:
@@ -79,14 +79,13 @@ def test_what_is_kept_and_back(target: Any, args: tuple[Any, ...], cut: tuple[in
         ((2, 4, 3), aten.permute.default, ([1, 0, 2],), 1, 0),
         ((4, 3, 8), aten.select.int, (1, 2), 0, 0),
         ((3, 4, 8), aten.select.int, (0, 2), 1, 0),
-        ((4, 3, 8), aten._softmax.default, (-1, False), 0, 0),
         ((4, 3, 8), aten.sum.dim_IntList, ([1],), 0, 0),
         ((3, 4, 8), aten.amax.default, ([0],), 1, 0),
         ((4, 1, 8), aten.expand.default, ([4, 3, 8],), 0, 0),
         ((4, 3, 8), aten.slice.Tensor, (2, 0, 3), 0, 0),
         ((4, 3, 8), aten.permute.default, ([-3, -1, -2],), 0, 0),
-        ((4, 3, 8), aten.flip.default, ([1],), 0, 0),
-        ((4, 3, 8), aten.roll.default, ([1], [-1]), 0, 0),
+        ((4, 3, 8), prims.rev.default, ([1],), 0, 0),
+        ((4, 3, 8), aten.cumsum.default, (-1,), 0, 0),
         ((4, 3, 8), aten.constant_pad_nd.default, ([0, 1, 2, 0],), 0, 0),
         ((4, 3, 8), aten.repeat.default, ([1, 2, 1],), 0, 0),
     ],
@@ -107,10 +106,8 @@ def test_samples_are_kept_and_back(
     [
         ((4, 6), aten.view.default, ([3, 8],)),  # rows of several samples
         ((4, 3), aten.select.int, (0, 1)),
-        ((4, 3), aten._softmax.default, (0, False)),
         ((4, 3), aten.cumsum.default, (0,)),
-        ((4, 3), aten.roll.default, ([1],)),
-        ((4, 3), aten.flip.default, ([0],)),
+        ((4, 3), prims.rev.default, ([0],)),
         ((4, 3), aten.constant_pad_nd.default, ([0, 0, 1, 0],)),
         ((4, 3), aten.repeat.default, ([2, 1],)),
     ],
@@ -231,8 +228,8 @@ def test_attention_with_dropout_is_random() -> None:
         (aten.view.default, ([4, 3, 5],), (0,)),
         (aten.amax.default, ([0],), (0,)),
         (aten.sum.dim_IntList, ([0],), (0, 1)),
-        (aten._softmax.default, (0, False), (0,)),
-        (aten.flip.default, ([0],), (0,)),
+        (prims.rev.default, ([0],), (0,)),
+        (aten.cumsum.default, (0,), (0,)),
     ],
 )
 def test_what_mixes(target: Any, args: tuple[Any, ...], cut: tuple[int, ...]) -> None:

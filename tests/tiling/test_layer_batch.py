@@ -39,7 +39,8 @@ def layer(b: Builder, mixes: Any = None) -> tuple[fx.Node, fx.Node]:
     x = b.input("x", SAMPLES, TOKENS, WIDTH)
     keys = as_samples(b, projected(b, x, "key"))
     weights = b.call(aten.bmm.default, keys, b.call(aten.permute.default, keys, [0, 2, 1]))
-    mixed = b.call(aten.bmm.default, b.call(aten._softmax.default, weights, -1, False), keys)
+    summed = b.call(aten.sum.dim_IntList, weights, [2], True)
+    mixed = b.call(aten.bmm.default, b.call(aten.div.Tensor, weights, summed), keys)
     if mixes is not None:
         mixed = mixes(mixed)
     wide = projected(b, mixed, "up", 2 * WIDTH)

@@ -20,7 +20,7 @@ def _turned(b: Builder, node: fx.Node) -> fx.Node:
     ("use", "can"),
     [
         (lambda b, x, w: b.mm(x, _turned(b, w)), True),
-        (lambda b, x, w: b.call(aten.addmm.default, b.input("bias", 4), x, b.call(aten.t.default, w)), True),
+        (lambda b, x, w: b.call(aten.addmm.default, b.input("bias", 4), x, _turned(b, w)), True),
         (lambda b, x, w: b.mm(x, _turned(b, _turned(b, w))), True),  # as the backward does
         (lambda b, x, w: b.mm(x, b.call(aten.view.default, w, [4, 4])), True),
         (lambda b, x, w: b.mm(b.mm(x, w), _turned(b, w)), True),

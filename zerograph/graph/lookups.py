@@ -12,10 +12,9 @@ import torch
 from torch import fx
 
 from zerograph.graph.costs import traced_size
-from zerograph.graph.nodes import is_view
+from zerograph.graph.nodes import COPIES, is_view
 
 aten = torch.ops.aten
-_KEEP_INDICES = frozenset({aten.clone.default, torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 
 
 def last_of_range(index: Any) -> int | None:
@@ -30,7 +29,7 @@ def last_of_range(index: Any) -> int | None:
             return shift + _size(start) + step * (_size(length) - 1)
         if index.target is aten.add.Tensor and not index.kwargs and isinstance(index.args[1], int):
             shift += index.args[1]
-        elif index.target not in _KEEP_INDICES and not (is_view(index) and _keeps_all(index)):
+        elif index.target not in COPIES and not (is_view(index) and _keeps_all(index)):
             return None
         index = index.args[0]
     return None

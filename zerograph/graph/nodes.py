@@ -21,8 +21,8 @@ from zerograph.graph.torch_private import OpOverload
 
 aten = torch.ops.aten
 
-_VIEWS_BY_DECOMPOSITION = frozenset({aten._unsafe_view.default})
-"""Views whose schemas do not say so."""
+COPIES = frozenset({aten.clone.default, torch.ops.prims.convert_element_type.default})
+"""Operators that copy numbers, maybe into another dtype: Inductor decomposes other casts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _is_view_op(target: Any) -> bool:
-    return target in _VIEWS_BY_DECOMPOSITION or (isinstance(target, OpOverload) and target.is_view)
+    return isinstance(target, OpOverload) and target.is_view
 
 
 def _is_view_part(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from zerograph.graph.attention import ATTENTION, ATTENTION_BACKWARD, is_random
-from zerograph.graph.nodes import aten, is_view
+from zerograph.graph.nodes import COPIES, aten, is_view
 from zerograph.graph.torch_private import OpOverload, named_arguments
 
 prims = torch.ops.prims
@@ -293,24 +293,22 @@ def _works_by_place(node: fx.Node, cut: Cut) -> bool:
     if target in _ALONG:
         # An index that has fewer places is not repeated for the others.
         alike = all(shape_of(source)[d] == shape_of(node)[d] for source in node.all_input_nodes for d in cut.dims)
-        return alike and _dim(node, _ALONG[target]) not in cut.dims
+        return alike and _dim(node) not in cut.dims
     if (moved := _moved(node)) is not None:
         return moved.isdisjoint(cut.dims)
     return is_pointwise(target) or target in ALSO_POINTWISE
 
 
-def _dim(node: fx.Node, at: int = 1) -> int:
-    dim: Any = node.args[at] if len(node.args) > at else 0
+def _dim(node: fx.Node) -> int:
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
     return dim % len(shape_of(node))  # type: ignore[no-any-return]
 
 
 def _moved(node: fx.Node) -> set[int] | None:
     """The dimensions of which an operator moves, repeats or adds places; None of other operators."""
     target, given, rank = node.target, list[Any](node.args[1:]), len(shape_of(node))
-    if target in (aten.flip.default, prims.rev.default):
+    if target is prims.rev.default:
         return {dim % rank for dim in given[0]}
-    if target is aten.roll.default:  # without dimensions it moves numbers through all of them
-        return {dim % rank for dim in (given[1:] or [[]])[0]} or set(range(rank))
     if target is aten.constant_pad_nd.default:  # two numbers for each, the last one's first
         return {rank - 1 - at // 2 for at, count in enumerate(given[0]) if count}
     if target is aten.repeat.default:
@@ -325,10 +323,10 @@ def _selected(node: fx.Node) -> int:
 
 def _order(node: fx.Node) -> list[int] | None:
     """The order in which a transpose has the dimensions of what it reads."""
-    if node.target is aten.permute.default:
-        dims: Any = node.args[1]
-        return [dim % len(dims) for dim in dims]
-    return [1, 0] if node.target is aten.t.default else None
+    if node.target is not aten.permute.default:
+        return None
+    dims: Any = node.args[1]
+    return [dim % len(dims) for dim in dims]
 
 
 def _in_order(node: fx.Node, cut: Cut, dims: list[int]) -> Cut:
@@ -413,13 +411,11 @@ MEANS = frozenset({aten.mean.default, aten.mean.dim})
 SLICES: Mapping[Any, int] = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2}
 """Operators that slice, and where their arguments name the dimension."""
 SIZED: Mapping[Any, int] = {
-    aten.view.default: 1, aten.reshape.default: 1, aten._unsafe_view.default: 1, aten.expand.default: 1,
-    aten.full.default: 0,
+    aten.view.default: 1, aten.reshape.default: 1, aten.expand.default: 1, aten.full.default: 0,
 }  # fmt: skip
 """Where operators are given the sizes of their result."""
-VIEWS = frozenset({
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.dim, aten.squeeze.dims,
-})  # fmt: skip
+VIEWS = frozenset({aten.view.default, aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims})
+"""Tiles that were written before have reshapes."""
 SEVERAL: Mapping[Any, tuple[int, str]] = {
     aten.split.Tensor: (2, ""), aten.split_with_sizes.default: (2, ""), aten.var_mean.correction: (1, "keepdim"),
     aten.unbind.int: (1, ""),
@@ -431,21 +427,18 @@ _LINEAR: Mapping[Any, Linear] = {
     prims.fma.default: "factor and term",  # of a softmax's gradient
     aten.mul.Tensor: "each", aten.mm.default: "each", aten.add.Tensor: "both", aten.sub.Tensor: "both",
     **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default, aten.neg.default, aten.div.Tensor), "first"),
-    **dict.fromkeys((aten.div.Scalar, aten.mul.Scalar, aten.clone.default, aten._to_copy.default), "first"),
-    **dict.fromkeys((prims.convert_element_type.default, aten.gather.default, aten.constant_pad_nd.default), "first"),
+    **dict.fromkeys((aten.div.Scalar, aten.mul.Scalar, aten.gather.default, aten.constant_pad_nd.default), "first"),
+    **dict.fromkeys(COPIES, "first"),
 }  # fmt: skip
 _SELECTS: Mapping[Any, int] = {aten.select.int: 1, aten.select_scatter.default: 2}
 """Operators that take one place of a dimension, or write it, and where their arguments name the dimension."""
 _REDUCTIONS = SUMS | MEANS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.any.dims}
-_ALONG: Mapping[Any, int] = {
-    **dict.fromkeys((aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default), 1),
-    **dict.fromkeys((aten.cat.default, aten.cumsum.default, aten._softmax.default, aten._log_softmax.default), 1),
-    **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), 2),
-}  # fmt: skip
-"""They work along one dimension, and where their arguments name it."""
+_ALONG = frozenset({
+    aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.cat.default,
+    aten.cumsum.default,
+})  # fmt: skip
+"""They work along one dimension."""
 _BY_SAMPLE = frozenset({"query", "key", "value", "out", "logsumexp", "grad_out", "grad_out_"})
 _MASKS = frozenset({"attn_mask", "attn_bias"})
 """Arguments of attention."""
-ALSO_POINTWISE = frozenset({
-    prims.convert_element_type.default, aten.alias.default, aten.clone.default, aten.expand.default, aten.full.default,
-})  # fmt: skip
+ALSO_POINTWISE = COPIES | {aten.alias.default, aten.expand.default, aten.full.default}

@@ -77,9 +77,7 @@ def readers_of(matrix: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
 
 def is_transpose(node: fx.Node) -> bool:
     """Whether ``node`` is the transpose of a matrix."""
-    if node.target is aten.permute.default:
-        return list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
-    return node.target is aten.t.default
+    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
 
 
 def is_transposed(node: fx.Node) -> bool:
