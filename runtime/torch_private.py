@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -101,10 +103,17 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def after_backward(action: Callable[[], None]) -> None:
-    """Have ``action`` called when the backward that runs in this thread ends. DistributedDataParallel uses it; the
-    documented hooks end with a tensor or a node. Seen in 2.11, 2.13."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)
+Open = weakref.ref[Callable[[], None]]
+"""Dead when a backward has ended, or failed."""
+
+
+def after_backward(action: Callable[[], None]) -> Open:
+    """Have ``action`` called when the backward that runs in this thread ends, unless it fails; returns whether it goes
+    on, also where others run inside of it. DistributedDataParallel uses it; the documented hooks end with a tensor or a
+    node. Only the backward keeps its actions. Seen in 2.11, 2.13."""
+    kept = partial(action)
+    torch.autograd.Variable._execution_engine.queue_callback(kept)
+    return weakref.ref(kept)
 
 
 Goes = Literal["added", "returned", "dropped"]

@@ -21,9 +21,9 @@ from zerograph.core.plan import Param
 from zerograph.runtime.delayed import is_read_eagerly
 from zerograph.runtime.executor.accumulation import are_marks
 from zerograph.runtime.torch_private import (
+    Open,
     accumulated_directly,
     after_backward,
-    current_backward,
     gradient_goes,
     has_gradient_hooks,
 )
@@ -38,13 +38,13 @@ class Updater(Protocol):
     Attributes:
         updated: parameters, by ``id``, that it has updated since its last step.
         iteration: another object from step to step.
-        backward: the number of the one that updates now; None once it has ended.
+        backward: the one that updates now, which is dead if it has failed; None once it has ended.
         is_current: whether the optimizer is there, and has not got another one of these.
     """
 
     updated: set[int]
     iteration: object
-    backward: int | None
+    backward: Open | None
 
     def __init__(self) -> None:
         self.updated, self.iteration, self.backward = set(), object(), None
@@ -118,7 +118,7 @@ class EarlyUpdates:
         """
         self._owners = self._found()
         for each in dict.fromkeys(self._owners.values()):
-            if each.backward not in (None, current_backward()):
+            if each.backward is not None and each.backward() is None:
                 each.abandon("a backward failed after it had updated parameters")
         for name in names if self._owners else ():
             key = id(self._params.get(name))
@@ -221,8 +221,7 @@ class EarlyUpdates:
             by_owner.setdefault(self._owners[id(param)], []).append((param, grad))
         for owner, grads in by_owner.items():
             if owner.backward is None:
-                owner.backward = current_backward()
-                after_backward(owner.backward_ended)
+                owner.backward = after_backward(owner.backward_ended)
             owner.start(grads, _all(arrivals) if arrivals else None)
             for param, _ in grads:
                 param.grad = None  # the mark of what no_sync held back

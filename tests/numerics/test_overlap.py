@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from numerics.test_offload import HOST, OFF, Run, _same
+from numerics.test_offload import HOST, OFF, Run, _rank, _same
 from ranks import run
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import zerograph
 from zerograph.optim.stream import Stream
@@ -70,9 +72,11 @@ def _trains(training: Run) -> None:
     training.steps(10)
 
 
-def _with_and_without(make: Make, trains: Callable[[Run], None] = _trains, **options: Any) -> Run:
+def _with_and_without(
+    make: Make, trains: Callable[[Run], None] = _trains, kind: type[Run] = Run, **options: Any
+) -> Run:
     """Train with and without; returns the former."""
-    without, overlapping = (Run(partial(make, overlap=overlap), **options) for overlap in (False, True))
+    without, overlapping = (kind(partial(make, overlap=overlap), **options) for overlap in (False, True))
     for training in (without, overlapping):
         trains(training)
     _same(without.result(), overlapping.result())
@@ -175,3 +179,54 @@ def _counted(stream: Stream, called: Counter[str], name: str, method: Callable[.
 def test_states_of_the_next_bucket_are_read_ahead(tmp_path: Path) -> None:
     ((buckets, called),) = run(1, _reads_ahead, str(tmp_path))
     assert called == {"read_ahead": buckets, "run": buckets} and buckets > 2
+
+
+class Embed(nn.Sequential):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self[0](tokens)
+
+
+class Block(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self[0](x).sin()
+
+
+class Loss(nn.Sequential):
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self[0](x).flatten(0, 1), tokens.flatten())
+
+
+class Parts(nn.Module):
+    """Modules that are compiled one by one; the middle one is computed again inside of a node of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = Embed(nn.Embedding(37, 64)), Block(nn.Linear(64, 64))
+        self.loss = Loss(nn.Linear(64, 37))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.loss(checkpoint(self.block, self.embed(tokens), use_reentrant=True), tokens)
+
+
+class OneByOne(Run):
+    """A training of :class:`Parts`."""
+
+    def __init__(self, make: Make, **options: Any) -> None:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        self.backend = zerograph.backend(compute="eager", **options)
+        self.compiled = self.model = zerograph.shard(Parts(), self.backend)
+        for part in self.model.children():
+            part.compile(backend=self.backend)
+        self.optimizer = make(self.model)
+        self.losses = []
+        self.batches = torch.Generator().manual_seed(_rank())
+
+
+def _reentrant() -> set[str]:
+    return _late(_with_and_without(adamw, lambda training: training.steps(3), OneByOne, stage=3))
+
+
+def test_backwards_inside_of_backwards() -> None:
+    """Those of re-entrant checkpoints have numbers of their own, and end before the one around them."""
+    assert all(not late for late in run(2, _reentrant))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -50,6 +51,36 @@ def test_the_end_of_a_backward() -> None:
     assert first[-1] == second[-1] == "end" and "b" in first
     numbers = [n for n in seen if isinstance(n, int)]
     assert len(set(numbers)) == 2 and torch_private.current_backward() not in numbers
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_is_open_until_it_ends_or_fails(fails: bool) -> None:
+    """Also while another one runs inside of it, which has another number."""
+    opened: list[torch_private.Open] = []
+    numbers = set[int]()
+
+    def begins(_: torch.Tensor) -> None:
+        opened.append(torch_private.after_backward(lambda: None))
+        numbers.add(torch_private.current_backward())
+
+    def inside(_: torch.Tensor) -> None:
+        with torch.enable_grad():
+            inner = torch.ones(2, requires_grad=True)
+            inner.register_hook(begins)
+            inner.sum().backward()
+        begins(_)
+        assert [each() is None for each in opened] == [False, True, False] and len(numbers) == 2
+        if fails:
+            raise ZeroDivisionError
+
+    first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    between = first * 1
+    between.register_hook(inside)
+    end = between * second
+    end.register_hook(begins)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        end.sum().backward()
+    assert all(each() is None for each in opened)
 
 
 def _interrupted(group: dist.ProcessGroup) -> None:
