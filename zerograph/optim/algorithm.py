@@ -62,8 +62,7 @@ class OnDevice:
     @property
     def unscaled(self) -> list[Tensor]:
         """The gradients, of one dtype, divided by the scale, for operators that do not divide."""
-        scale = self.scale
-        return self.grads if scale is None else list(torch._foreach_div(self.grads, scale.to(self.grads[0].dtype)))
+        return self.factor.divided(self.grads)
 
 
 class RanksOf(NamedTuple):

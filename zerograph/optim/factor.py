@@ -40,6 +40,11 @@ class Factor(NamedTuple):
         number = 1.0 / self.by if self.by else math.inf
         return None if number == 1.0 else torch.full((), number, dtype=torch.float32, device=device)
 
+    def divided(self, grads: list[Tensor]) -> list[Tensor]:
+        """``grads``, of one device and dtype, divided by the divisor, for operators that do not divide."""
+        divisor = self.divisor(grads[0].device)
+        return grads if divisor is None else list(torch._foreach_div(grads, divisor.to(grads[0].dtype)))
+
 
 def _is_elsewhere(scale: float | Tensor) -> TypeGuard[Tensor]:
     return isinstance(scale, Tensor) and not uses_kernels(scale)

@@ -32,10 +32,7 @@ def _joint(given: Sequence[OnDevice], ranks: RanksOf) -> Callable[[], None]:
 def _moved(own: OnDevice) -> list[Tensor]:
     """Move the states; returns Adam's update with weight decay."""
     (beta1, beta2), states = own.group["betas"], own.states(0)
-    grads = [g.to(m.device, m.dtype) for g, m in zip(own.grads, states, strict=True)]
-    scale = own.factor.divisor(grads[0].device)
-    if scale is not None:
-        grads = list(torch._foreach_div(grads, scale.to(grads[0].dtype)))
+    grads = own.factor.divided([g.to(m.device, m.dtype) for g, m in zip(own.grads, states, strict=True)])
     torch._foreach_lerp_(states, grads, 1 - beta1)
     torch._foreach_mul_(own.states(1), beta2)
     torch._foreach_addcmul_(own.states(1), grads, grads, value=1 - beta2)

@@ -48,9 +48,7 @@ class _Update:
         """Move the momentum; returns the update before it is orthogonalized."""
         group, member = self.given.group, self.given.members[self.place]
         momentum = member.states[0]
-        grad = self.given.grads[self.place].to(momentum.dtype)
-        scale = self.given.factor.divisor(grad.device)
-        grad = grad if scale is None else grad / scale.to(grad.dtype)
+        (grad,) = self.given.factor.divided([self.given.grads[self.place].to(momentum.dtype)])
         momentum.lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         return update.to(SENT).to(self.device)
