@@ -403,6 +403,7 @@ def _refused_when_frozen(stage: int) -> list[str]:
         scaler.scale(model(batch(FREEZE, rank))).backward()
         found.append(_message(call))
         optimizer.zero_grad()
+    found.append(_message(torch.autograd.grad, model(batch(FREEZE, rank)), list(model.parameters())))
     trained(model, optimizer, range(FREEZE, STEPS), rank)
     expected = plainly()
     torch.testing.assert_close(values(model), expected, rtol=0, atol=1e-6)
@@ -412,7 +413,7 @@ def _refused_when_frozen(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_needs_averages_is_refused_once_frozen_and_training_goes_on(stage: int) -> None:
     for found in run(WORLD, _refused_when_frozen, stage):
-        words = ["clip them by different norms"] * 2 + [r"step(clip=)", "GradScaler"]
+        words = ["clip them by different norms"] * 2 + [r"step(clip=)", "GradScaler", "while OneBitAdam"]
         assert all(word in message and "hint:" in message for word, message in zip(words, found, strict=True)), found
 
 
