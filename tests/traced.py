@@ -19,14 +19,13 @@ from torch.distributed.tensor import DTensor
 from zerograph.api import Backend
 from zerograph.compiler import driver
 from zerograph.compiler.compilation import Compilation, Plain
-from zerograph.compiler.driver import _checked, _planned, compile_joint, to_program
+from zerograph.compiler.driver import _checked, _plan_and_prepare, compile_joint, to_program
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.lowering.segments import Callee
 from zerograph.compiler.repetition.repeat import Joint
 from zerograph.compiler.repetition.shorten import _Traced, joint_of
-from zerograph.compiler.repetition.simplify import simplified
 from zerograph.compiler.shard_inputs import _exchanging
-from zerograph.compiler.torch_private import as_when_called, lazily_coded, trace_and_split
+from zerograph.compiler.torch_private import as_when_called, lazily_coded, simplify_joint, trace_and_split
 from zerograph.core.garbage import without_gc
 from zerograph.graph.nodes import output_of
 from zerograph.runtime.executor.executor import Executor
@@ -62,16 +61,18 @@ class Graph:
         """What the compiler of a backend makes of it."""
         frame = Frame(compilation, index, "model", self.plain, self.ends_at_break)
         gm = _copied(self.joint.gm)
-        with patch.object(driver, "simplified", self._simplified):
+        with patch.object(driver, "simplify_joint", self._simplify):
             if self.trains:
                 return frame, compile_joint(frame, self.joint._replace(gm=gm))
             with without_gc(), as_when_called(gm):
-                return frame, {"inference": to_program(frame, "inference", _planned(frame, "inference", gm))}
+                _plan_and_prepare(frame, "inference", gm)
+                return frame, {"inference": to_program(frame, "inference", gm)}
 
-    def _simplified(self, gm: fx.GraphModule, repeat: None) -> fx.GraphModule:
+    def _simplify(self, gm: fx.GraphModule) -> None:
         if not self.simple:
-            self.simple.append(simplified(gm, repeat))
-        return _copied(self.simple[0])
+            simplify_joint(gm)
+            self.simple.append(_copied(gm))
+        gm.__dict__.update(_copied(self.simple[0]).__dict__)
 
     def call(self, executors: Mapping[str, Executor], named: Mapping[str, Any], given: Sequence[Any]) -> Any:
         """What the model returns for the arguments ``given``, of parameters and buffers by name."""

@@ -20,7 +20,7 @@ _EDIT = re.compile(
     r"|\.(?:args|kwargs|target) = "
 )
 _OF_OTHERS = {
-    "repetition/repeat.py",  # what `few_layers` and `simplified` make their graphs with
+    "repetition/repeat.py",  # what `few_layers` makes its graph with
     "lowering/segment_graph.py",  # nodes of a segment, copied as they are
 }
 

@@ -28,9 +28,8 @@ from zerograph.compiler.lowering.lower import lower, returned_names
 from zerograph.compiler.lowering.own_groups import use_own_groups
 from zerograph.compiler.lowering.segments import Callee
 from zerograph.compiler.parameter_mutations import refuse_mutations
-from zerograph.compiler.repetition.repeat import Joint, Repeat
+from zerograph.compiler.repetition.repeat import Joint
 from zerograph.compiler.repetition.shorten import few_layers, joint_of, tracing_few
-from zerograph.compiler.repetition.simplify import simplified
 from zerograph.compiler.rewrite import rewrite
 from zerograph.compiler.shard_inputs import take_local_shards
 from zerograph.compiler.tileable import left_in_tiles
@@ -39,6 +38,7 @@ from zerograph.compiler.torch_private import (
     ends_at_graph_break,
     keep_saved_tensors,
     never_constant_fold,
+    simplify_joint,
     split_by_minimum_cut,
     trace_and_split,
 )
@@ -97,18 +97,18 @@ def split(
     static_lifetime_input_indices: Sequence[int] = (),
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Plan the step, then split the joint graph so that shards are saved and parameters gathered again."""
-    joint = _planned(frame, "joint", joint)
+    _plan_and_prepare(frame, "joint", joint)
     rewrite(frame, "joint", joint, "joint")
     forward, backward = split_by_minimum_cut(joint, inputs, num_fwd_outputs, static_lifetime_input_indices)
     rewrite(frame, "forward", Pair(forward, backward, num_fwd_outputs), "pair")
     return forward, backward
 
 
-def _planned(frame: Frame, kind: str, gm: fx.GraphModule) -> fx.GraphModule:
-    """Plan the step that ``gm`` is; returns the graph to go on with."""
+def _plan_and_prepare(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
+    """Plan the step that ``gm`` is, and prepare that for being split: Inductor's passes, and those behind a plan."""
     _plan(frame, kind, gm)
     made = frame.compilation
-    gm = simplified(gm, frame.repeat)
+    simplify_joint(gm)
     left = left_in_tiles(frame.step, frame.plan, gm.graph)
     if left is not frame.step:
         frame.step, frame.plan = left, restricted_to_step(frame.plan, left)
@@ -116,7 +116,6 @@ def _planned(frame: Frame, kind: str, gm: fx.GraphModule) -> fx.GraphModule:
     if made.runtime_for is not None:
         frame.runtime = made.runtime_for(frame.index, frame.code, frame.plan)
     rewrite(frame, kind, gm, "planned")
-    return gm
 
 
 def _plan(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
@@ -149,7 +148,8 @@ def to_program(frame: Frame, kind: Kind, gm: fx.GraphModule) -> tuple[Callee, ..
 
 
 def _inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    return _executor(frame, "inference", _planned(frame, "inference", gm), inputs)
+    _plan_and_prepare(frame, "inference", gm)
+    return _executor(frame, "inference", gm, inputs)
 
 
 def _executor(frame: Frame, kind: Kind, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -160,7 +160,7 @@ def _executor(frame: Frame, kind: Kind, gm: fx.GraphModule, inputs: Sequence[Any
     return Executor(frame.programs[kind], segments, frame.runtime)
 
 
-def trace(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | Repeat | None:
+def trace(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
     """The joint graph of one Dynamo graph, where nobody will call it; None where it has no backward."""
     rows, _ = _checked(frame, gm, inputs)
     with without_gc():
@@ -168,24 +168,20 @@ def trace(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | Re
         return few if few is not None else joint_of(gm, rows)
 
 
-def compile_joint(frame: Frame, joint: Joint | Repeat) -> dict[Kind, tuple[Callee, ...]]:
+def compile_joint(frame: Frame, joint: Joint) -> dict[Kind, tuple[Callee, ...]]:
     """Make the programs of a joint graph that :func:`trace` gave; returns the callables of their segments by kind."""
-    full, frame.repeat = (joint.full, joint) if isinstance(joint, Repeat) else (joint, None)
-    with without_gc(), as_when_called(full.gm):
-        graphs = split(frame, full.gm, (), num_fwd_outputs=full.outputs, static_lifetime_input_indices=full.static)
-        segments = {kind: to_program(frame, kind, gm) for kind, gm in zip(_TRAINING, graphs, strict=True)}
-    frame.repeat = None
-    return segments
+    with without_gc(), as_when_called(joint.gm):
+        graphs = split(frame, joint.gm, (), num_fwd_outputs=joint.outputs, static_lifetime_input_indices=joint.static)
+        return {kind: to_program(frame, kind, gm) for kind, gm in zip(_TRAINING, graphs, strict=True)}
 
 
 _TRAINING: tuple[Kind, ...] = ("forward", "backward")
 
 
-def plan_joint(frame: Frame, joint: Joint | Repeat) -> None:
+def plan_joint(frame: Frame, joint: Joint) -> None:
     """Plan the step of a joint graph that :func:`trace` gave, and make no programs of it."""
-    gm = (joint.full if isinstance(joint, Repeat) else joint).gm
-    with without_gc(), as_when_called(gm):
-        _plan(frame, "joint", gm)
+    with without_gc(), as_when_called(joint.gm):
+        _plan(frame, "joint", joint.gm)
 
 
 def _checked(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zerograph.compiler.compilation import Compilation, Plain
-from zerograph.compiler.repetition.repeat import Repeat
 from zerograph.compiler.torch_private import traced_code
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.files.planfile import PassRecord
@@ -31,7 +30,6 @@ class Frame:
         programs: by kind: "forward" and "backward", or "inference".
         passes: what they did, in the order in which they ran.
         seconds: spent on passes, lowering and segments.
-        repeat: while it is traced, the joint graph from a few of its layers, where they are alike.
     """
 
     compilation: Compilation
@@ -45,7 +43,6 @@ class Frame:
     programs: dict[str, Program] = field(default_factory=dict)
     passes: list[PassRecord] = field(default_factory=list)
     seconds: float = 0.0
-    repeat: Repeat | None = None
 
 
 def traced_function() -> str:

@@ -13,9 +13,8 @@ from zerograph.compiler.lowering.own_groups import use_own_groups
 from zerograph.compiler.lowering.segments import interpret
 from zerograph.compiler.parameter_mutations import refuse_mutations
 from zerograph.compiler.repetition.shorten import few_layers
-from zerograph.compiler.repetition.simplify import simplified
 from zerograph.compiler.shard_inputs import take_local_shards
-from zerograph.compiler.torch_private import split_by_minimum_cut
+from zerograph.compiler.torch_private import simplify_joint, split_by_minimum_cut
 from zerograph.compiler.unsharded_parameters import compute_with_unsharded
 from zerograph.graph.layers import name_model
 from zerograph.passes import PIPELINE, Pass, Stage
@@ -33,7 +32,7 @@ REWRITES: tuple[Pass, ...] = (
     Pass("dynamo", take_local_shards),
     Pass("dynamo", few_layers),
     *_passes("traced"),
-    Pass("planned", simplified),
+    Pass("planned", simplify_joint),
     *_passes("planned", "joint"),
     Pass("joint", split_by_minimum_cut),
     *_passes("pair", "graph", "forward", "backward", "inference"),

@@ -25,7 +25,7 @@ from zerograph.compiler.driver import compile_joint, plan_joint, trace
 from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import Planner, plain
 from zerograph.compiler.lowering.segments import SegmentCache
-from zerograph.compiler.repetition.repeat import Joint, Repeat
+from zerograph.compiler.repetition.repeat import Joint
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.garbage import without_gc
@@ -201,14 +201,14 @@ def _traced(
     compilation: Compilation,
     call: Callable[[Callable[..., Any]], None],
     uncompiled: Callable[[], None],
-) -> tuple[Frame, Joint | Repeat]:
+) -> tuple[Frame, Joint]:
     """The frame that Dynamo makes of a call of ``model``, and its joint graph.
 
     Args:
         call: calls what it is given on the inputs.
         uncompiled: makes the same call of the model as it was.
     """
-    found: list[tuple[Frame, Joint | Repeat | None]] = []
+    found: list[tuple[Frame, Joint | None]] = []
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with errors_reach_users():

@@ -40,38 +40,6 @@ class Joint(NamedTuple):
     inputs: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """A joint graph with a few layers of a stack, and the one of all layers that it stands for.
-
-    Attributes:
-        few: the graph that was traced.
-        stack: the layers, and which of them it has.
-        full: the graph of all layers.
-    """
-
-    few: Joint
-    stack: Stack
-    full: Joint
-
-    @staticmethod
-    def of(few: Joint, stack: Stack) -> Repeat:
-        """Raises: NotRepeated."""
-        return Repeat(few, stack, repeat_layers(few, stack))
-
-    def all_layers(self) -> fx.GraphModule:
-        """The graph of all layers once more, after passes have rewritten that of the few.
-
-        Raises:
-            NotRepeated: they did not do the same to every layer.
-        """
-        full = repeat_layers(self.few, self.stack)
-        # Callers were told the order of inputs after tracing; passes may not change it.
-        if full.inputs != self.full.inputs:
-            raise NotRepeated("its inputs are in another order")
-        return full.gm
-
-
 def repeat_layers(joint: Joint, stack: Stack) -> Joint:
     """``joint``, of a model that has a few layers of ``stack``, with all of them instead.
 

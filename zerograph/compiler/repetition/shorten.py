@@ -12,7 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.repetition.layer_nodes import LayerNodes, LayerPlace, NotRepeated, Stack
-from zerograph.compiler.repetition.repeat import Joint, Repeat, parameters_in
+from zerograph.compiler.repetition.repeat import Joint, parameters_in, repeat_layers
 from zerograph.compiler.torch_private import as_dynamos, lazily_coded, separate_context, trace_and_split, trace_given
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import CHECKPOINT, SPEC_AT, graph_named
@@ -51,7 +51,7 @@ class Shortened:
     stack: Stack
     input_of: Callable[[int, int], int]
 
-    def repeated(self, joint: Joint) -> Repeat:
+    def repeated(self, joint: Joint) -> Joint:
         """The joint graph of the whole graph, from this one's.
 
         Raises:
@@ -59,13 +59,13 @@ class Shortened:
         """
         if joint.outputs != len(self.gm.graph.output_node().args[0]):  # type: ignore[arg-type]
             raise NotRepeated("it returns more than its outputs")
-        found = Repeat.of(joint, self.stack)
+        full = repeat_layers(joint, self.stack)
         # Inputs are repeated layer by layer; the whole graph must have them in that very order.
         given = len(self.inputs)  # behind them are the gradients of the outputs, which no layer has for itself
-        order = [self.input_of(i, copy) for i, copy in found.full.inputs if i < given]
-        if order != [*range(len(order))] or any(i < given for i, _ in found.full.inputs[len(order) :]):
+        order = [self.input_of(i, copy) for i, copy in full.inputs if i < given]
+        if order != [*range(len(order))] or any(i < given for i, _ in full.inputs[len(order) :]):
             raise NotRepeated("its inputs are in another order")
-        return found
+        return full
 
 
 def shorten(gm: fx.GraphModule) -> Shortened:
@@ -107,7 +107,7 @@ def joint_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
     raise AssertionError("AOTAutograd neither partitions nor compiles")
 
 
-def few_layers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Repeat | None:
+def few_layers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
     """The joint graph of ``gm`` from that of four of its layers, where it trains and they are alike."""
     # Only joint graphs have layers repeated, and without gradients there is none.
     if not torch.is_grad_enabled():
@@ -128,15 +128,9 @@ def few_layers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Repeat | None:
 @contextmanager
 def tracing_few(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
     """Inside, AOTAutograd has the trace of ``gm`` from that of four of its layers, where they are alike."""
-    frame.repeat = few_layers(gm, inputs) if frame.compilation.repeats_layers else None
-    if frame.repeat is None:
+    joint = few_layers(gm, inputs) if frame.compilation.repeats_layers else None
+    with nullcontext() if joint is None else _tracing_gives(joint.gm):
         yield
-        return
-    try:
-        with _tracing_gives(frame.repeat.full.gm):
-            yield
-    finally:
-        frame.repeat = None  # it holds graphs, and is of no use any more
 
 
 def _tracing_gives(joint: fx.GraphModule) -> AbstractContextManager[None]:
