@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from toy import Toy, adamw, build, compiled, train
 
 import zerograph
-from zerograph.sharding import forward
+from zerograph.sharding.unsharded import FORWARDS
 
 
 def sharded(model: nn.Module, stage: int = 3, **options: Any) -> Any:
@@ -193,7 +193,7 @@ def _uncompiled(kind: type[Reads], form: str) -> None:
     for seed in range(3):  # the first call adopts, and is inside of a forward that nothing counted
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(call(called, x), step(plain, x))
-        assert not forward.FORWARDS.running
+        assert not FORWARDS.running
         assert isinstance(model.child.weight, DTensor)
         compare(model, plain)
 
@@ -235,7 +235,7 @@ def _errors() -> None:
     for call in (model, model.forward, model.up):
         with pytest.raises(Exception, match=r""):
             call(torch.ones(2, 3, 5))
-        assert not forward.FORWARDS.running and isinstance(model.up.weight, DTensor)
+        assert not FORWARDS.running and isinstance(model.up.weight, DTensor)
 
 
 def test_an_exception_leaves_the_forward() -> None:
