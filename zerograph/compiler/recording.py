@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor, nn
@@ -307,10 +308,6 @@ def _tensors_of(
                     yield name, f"{key} of {name or 'another parameter'}", value
 
 
-def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
-    return (value for value in state.values() if isinstance(value, Tensor))
-
-
 def _state_sizes(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, int]:
     """Bytes that ``optimizers`` keep of the largest shard of each parameter in their groups, by name: of the tensors of
     its shape, each in its own dtype. Without an optimizer all that train are updated by one that keeps nothing."""
@@ -324,9 +321,9 @@ def _state_sizes(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Seq
         param = params[each.name]
         if id(param) in updated:
             # A step counter is a scalar: of a scalar parameter it would pass for a moment.
-            states = (value for optimizer in optimizers for value in _tensors(optimizer.state.get(param, {})))
-            sizes = (value.element_size() for value in states if value.shape == param.shape and param.ndim)
-            state_sizes[each.name] = each.chunk_elements * sum(sizes)
+            states = (value for optimizer in optimizers for value in optimizer.state.get(param, {}).values())
+            moments = (v for v in states if isinstance(v, Tensor) and v.shape == param.shape and param.ndim)
+            state_sizes[each.name] = each.chunk_elements * sum(v.element_size() for v in moments)
     return state_sizes
 
 
@@ -347,9 +344,9 @@ def _measured(ran: Sequence[_Ran], moves: Sequence[UnderWay], plan: Plan, progra
             case WaitReduce(bucket=bucket):
                 reduces[bucket][-1] += run.seconds
     return Measured(
-        segments={digest: _mean(seconds) for digest, seconds in segments.items()},
-        gathers={bucket: _mean(seconds) for bucket, seconds in gathers.items()},
-        reduces={bucket: _mean(seconds) for bucket, seconds in reduces.items()},
+        segments={digest: fmean(seconds) for digest, seconds in segments.items()},
+        gathers={bucket: fmean(seconds) for bucket, seconds in gathers.items()},
+        reduces={bucket: fmean(seconds) for bucket, seconds in reduces.items()},
         update=_beside(ran, moves if updates_are_modelled(plan) else ()),
         moves=seconds_of(moves, programs),
     )
@@ -389,10 +386,6 @@ def _behind_waits(ran: Sequence[_Ran], moves: Sequence[UnderWay]) -> list[_Ran]:
         return int(min(max(own, default=run.start), run.end)) if isinstance(run.instruction, Gather) else run.start
 
     return [replace(run, start=behind(run)) for run in ran] if waits else list(ran)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _forecast(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +83,7 @@ class Run:
 
     def to_json(self) -> str:
         """The text that :meth:`from_json` reads."""
-        measured = self.measured
-        data = {
-            "version": VERSION,
-            "plan": self.plan,
-            "device": self.device,
-            "segments": dict(measured.segments),
-            "gathers": {str(bucket): seconds for bucket, seconds in measured.gathers.items()},
-            "reduces": {str(bucket): seconds for bucket, seconds in measured.reduces.items()},
-            "update": measured.update,
-            "moves": dict(measured.moves),
-        }
+        data = {"version": VERSION, "plan": self.plan, "device": self.device, **asdict(self.measured)}
         return canonical({**data, **forecast_data(self.forecast)})
 
     @classmethod
