@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from zerograph.core.files.planfile import PlanFile
 from zerograph.core.layout import Layout
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload, Overlap, Update
-from zerograph.core.step import Dimension, Step
+from zerograph.core.step import Step
 from zerograph.dryrun.compile_only import Compiled, compile_only, tracing
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.plan_file import file_from_search
@@ -39,7 +39,6 @@ def plan_file(
     dtype: str | None = None,
     moments: int = 2,
     reserve: float = 0.0,
-    sizes: Mapping[Dimension, int] | None = None,
     memory: int | None = None,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
@@ -60,8 +59,6 @@ def plan_file(
         dtype: compute dtype by name; each parameter's own unless given.
         moments: tensors that the optimizer keeps per parameter.
         reserve: share of every tier to leave free.
-        sizes: batch or sequence at which the plan was found to fill ``machine``'s memory: it is searched for there,
-            at any stage, and inputs that the model brings are resized.
         memory: bytes of the device that a search may fill: then the plan is searched at any stage, for what the
             options leave open.
         offload, tier, overlap, update: as in :class:`~zerograph.planner.search.constraints.Constraints`. Unless
@@ -99,26 +96,26 @@ def plan_file(
         asked: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap, "update": update}
         constraints = Constraints.of(config, world, replicas=replicas, hosts=machine.hosts(world), **asked)
         compiled = compile_only(
-            make, world_size=world, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers, programs=False,
-            searched=True, moments=moments, dtype=compute, device=device, **tracing(config),
+            make, world_size=world, batch=batch, seq=seq, repeat_layers=repeat_layers, programs=False, searched=True,
+            moments=moments, dtype=compute, device=device, **tracing(config),
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
         return file_from_search(
             name, step, constraints, machine, moments=moments, reserve=reserve, tokens=compiled.tokens,
             micro_batches=micro_batches,
         )  # fmt: skip
-    if options.get("stage") == "auto" or sizes is not None or memory is not None:
+    if options.get("stage") == "auto" or memory is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
 
     def planned_file(**more: Any) -> tuple[PlanFile, int]:
         found = compile_only(
-            make, world_size=world, replicas=replicas, batch=batch, seq=seq, sizes=sizes, repeat_layers=repeat_layers,
+            make, world_size=world, replicas=replicas, batch=batch, seq=seq, repeat_layers=repeat_layers,
             dtype=compute, moments=moments, device=device, per_host=machine.per_host(world), **options | more,
         )  # fmt: skip
         file = forecast_file(name, found, machine, moments=moments, reserve=reserve, micro_batches=micro_batches)
         return file, found.searched
 
-    return within(planned_file) if sizes is None and "memory" in options else planned_file()[0]
+    return within(planned_file) if "memory" in options else planned_file()[0]
 
 
 def within(planned_file: Callable[..., tuple[PlanFile, int]]) -> PlanFile:
