@@ -20,6 +20,7 @@ from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.plan import Param
 from zerograph.runtime.delayed import is_read_eagerly
 from zerograph.runtime.executor.accumulation import are_marks
+from zerograph.runtime.offload.fetches import FetchedRun
 from zerograph.runtime.torch_private import (
     Open,
     accumulated_directly,
@@ -60,8 +61,11 @@ class Updater(Protocol):
     def backward_ended(self) -> None:
         """It has, without an error: wait for what it has begun, before the user looks at parameters."""
 
-    def start(self, grads: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None) -> None:
-        """Begin to update parameters by these gradients of this rank's parts of them."""
+    def start(
+        self, grads: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None, kept: Sequence[FetchedRun]
+    ) -> None:
+        """Begin to update parameters by these gradients of this rank's parts of them; of the parameters those ``kept``
+        need not be read again."""
 
     def wait(self, most: int) -> None:
         """Return when no more than ``most`` such updates are under way."""
@@ -107,6 +111,7 @@ class EarlyUpdates:
         self._read: dict[str, tuple[object, int]] = {}  # forwards that read it and whose backward has not run
         self._left: dict[str, object] = {}  # autograd has a gradient of it
         self._taken: dict[int, tuple[list[tuple[str, Tensor]], list[Arrival]]] = {}  # by bucket
+        self._kept: dict[int, Sequence[FetchedRun]] = {}  # by bucket
         self._in_backward = False
 
     def enter(self, kind: str, names: Iterable[str]) -> None:
@@ -163,6 +168,7 @@ class EarlyUpdates:
 
     def _ends(self) -> None:
         self._in_backward = False
+        self._kept.clear()
         self._owners = {}  # optimizers may go
 
     def _reads(self, name: str, owner: Updater) -> int:
@@ -212,9 +218,15 @@ class EarlyUpdates:
         self._left[name] = owner.iteration
         return False
 
+    def keep(self, bucket: int, runs: Sequence[FetchedRun]) -> None:
+        """Keep what was fetched of ``bucket`` for its update, where an optimizer updates it inside of the backward."""
+        if self._owners:
+            self._kept[bucket] = runs
+
     def start(self, bucket: int) -> None:
         """Nothing reads the parameters of ``bucket`` any more in this backward: begin to update them."""
         taken, arrivals = self._taken.pop(bucket, ((), []))
+        kept = self._kept.pop(bucket, ())
         by_owner: dict[Updater, list[tuple[Tensor, Tensor]]] = {}
         for name, grad in taken:
             param = self._params[name]
@@ -222,7 +234,8 @@ class EarlyUpdates:
         for owner, grads in by_owner.items():
             if owner.backward is None:
                 owner.backward = after_backward(owner.backward_ended)
-            owner.start(grads, _all(arrivals) if arrivals else None)
+            # Of two owners the second finds on NVMe what the first has written beside its own.
+            owner.start(grads, _all(arrivals) if arrivals else None, kept if len(by_owner) == 1 else ())
             for param, _ in grads:
                 param.grad = None  # the mark of what no_sync held back
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +27,22 @@ from zerograph.runtime.offload.room import ArenaRoom
 from zerograph.runtime.timings import Purpose, Timings
 
 
+class FetchedRun(NamedTuple):
+    """Elements of a block's parameters, from ``begin`` on, as NVMe has them; in ``memory`` when ``read`` has ended."""
+
+    block: Block
+    begin: int
+    memory: Tensor
+    read: Ticket
+
+
 @dataclass(slots=True)
 class Fetch:
     """Shards, of which some may be on their way to the device.
 
     Attributes:
         under_way: reads from NVMe.
+        runs: what these bring that no other bucket's update changes.
         on_host: places in ``shards`` of those that are on the host, or are read to there, and are to be copied from
             there.
         copies: from there.
@@ -40,6 +51,7 @@ class Fetch:
 
     shards: list[Tensor]
     under_way: list[Ticket] = field(default_factory=list)
+    runs: list[FetchedRun] = field(default_factory=list)
     on_host: list[int] = field(default_factory=list)
     copies: list[Transfer] = field(default_factory=list)
     whose: str = ""
@@ -120,7 +132,7 @@ class Fetches:
                 stored = (at.parameters[block], block.dtype)
                 extent, dtype = stored if copy is None else (at.copied[block], copy.dtype)
                 if isinstance(param, ParamTile):
-                    found[name] = self._read_tile(extent, block, dtype, param, fetch.under_way)
+                    found[name] = self._read_tile(extent, block, dtype, param, fetch)
                 else:
                     reads.setdefault(extent, (block, dtype, []))[2].append(name)
                 if host is not None:
@@ -129,7 +141,7 @@ class Fetches:
             found[name] = tile_of(param, found[name])
         for extent, (block, dtype, names) in reads.items():
             for run in block.reads(names):
-                found |= self._read(extent, block, dtype, run, fetch.under_way)
+                found |= self._read(extent, block, dtype, run, fetch)
         fetch.shards = [found[p.name] for p in params]
         fetch.on_host = [place for place, p in enumerate(params) if p.name in on_host]
         return fetch
@@ -160,11 +172,11 @@ class Fetches:
             fetch.copies.pop().wait()
         return fetch.shards
 
-    def _read(
-        self, extent: Extent, block: Block, dtype: torch.dtype, run: ShardRun, under_way: list[Ticket]
-    ) -> dict[str, Tensor]:
+    def _read(self, extent: Extent, block: Block, dtype: torch.dtype, run: ShardRun, fetch: Fetch) -> dict[str, Tensor]:
         memory = self._take((run.end - run.begin) * dtype.itemsize).view(dtype)
-        under_way.append(self._begin(extent, block, memory, run.begin))
+        fetch.under_way.append(self._begin(extent, block, memory, run.begin))
+        if extent is self._locations.parameters[block] and block not in self._locations.divided:
+            fetch.runs.append(FetchedRun(block, run.begin, memory, fetch.under_way[-1]))
         found = {}
         for name in run.names:
             like = self._locations.local(name)
@@ -172,18 +184,16 @@ class Fetches:
             found[name] = part.as_strided(like.shape, like.stride(), part.storage_offset())
         return found
 
-    def _read_tile(
-        self, extent: Extent, block: Block, dtype: torch.dtype, tile: ParamTile, under_way: list[Ticket]
-    ) -> Tensor:
+    def _read_tile(self, extent: Extent, block: Block, dtype: torch.dtype, tile: ParamTile, fetch: Fetch) -> Tensor:
         like = self._locations.local(tile.name)
         if not like.is_contiguous():  # its rows lie all over it
             (run,) = block.reads({tile.name})
-            return tile_of(tile, self._read(extent, block, dtype, run, under_way)[tile.name])
+            return tile_of(tile, self._read(extent, block, dtype, run, fetch)[tile.name])
         rows = tile_of(tile, like)
         first = block.begins[tile.name] + tile.begin * like.stride(0)
         begin, end = first // UNIT * UNIT, -(-(first + rows.numel()) // UNIT) * UNIT
         memory = self._take((end - begin) * dtype.itemsize).view(dtype)
-        under_way.append(self._begin(extent, block, memory, begin))
+        fetch.under_way.append(self._begin(extent, block, memory, begin))
         return memory[first - begin :][: rows.numel()].view(rows.shape)
 
     def _take(self, size: int) -> Tensor:

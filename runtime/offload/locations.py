@@ -24,6 +24,7 @@ class Locations:
         host: what is there; None where its memory is the device's.
         blocks: by parameter, of those of which anything is on NVMe.
         parameters, copied: the extents of a block's parameters, and of their copies in the compute dtype.
+        divided: blocks of which a later plan has several buckets.
         offloaded: by parameter that is itself on the host or NVMe, its address there.
         on_host: of these, those on the host.
         changes: how often parameters were placed.
@@ -35,6 +36,7 @@ class Locations:
         self.blocks: dict[str, Block] = {}
         self.parameters: dict[Block, Extent] = {}
         self.copied: dict[Block, Extent] = {}
+        self.divided: set[Block] = set()
         self.offloaded: dict[str, int] = {}
         self.on_host: set[str] = set()
         self.changes = 0

@@ -134,7 +134,14 @@ class ShardStore:
                 self.reserve(own, rest or plan.farthest, masters, moments)
                 self._house(bucket, params, moved)
                 self.locations.changes += 1
+            self._note_divided(bucket)
         self.early.bring_back(own, moved)
+
+    def _note_divided(self, bucket: Bucket) -> None:
+        """A block of an earlier plan may have parameters of ``bucket`` and of another one."""
+        names, at = {param.name for param in bucket.params}, self.locations
+        blocks = {at.blocks[name] for name in names if name in at.blocks}
+        at.divided.update(block for block in blocks if not names.issuperset(block.begins))
 
     def reserve(
         self,

@@ -6,13 +6,14 @@ They are begun by ``runtime/executor/early.py``, and made by ``optim/overlap.py`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from numerics.compare import full
 from numerics.test_offload import HOST, OFF, Run, _rank, _same
 from ranks import run
 from torch import Tensor, nn
@@ -21,8 +22,15 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import zerograph
+from zerograph.core.instructions import Move
+from zerograph.core.machine import is_disk, machine_named
 from zerograph.optim.stream import Stream
+from zerograph.runtime.executor.early import EarlyUpdates
 from zerograph.runtime.offload import slots
+from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.fetches import FetchedRun
+from zerograph.runtime.offload.nvme import Arena, Direction
+from zerograph.runtime.torch_private import local_tensor
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -155,6 +163,151 @@ def test_on_nvme(world_size: int, make: Make, offload: str, options: dict[str, A
 def test_on_the_host(world_size: int, make: Make, offload: str, options: dict[str, Any]) -> None:
     there = {**HOST, "offload": offload, "stage": 3, **options}
     assert all(late <= UNSHARDED for late in run(world_size, _equal, make, there))
+
+
+class Wide(nn.Module):
+    """Shards beside which the padding of extents is little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 512)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)) for _ in range(5)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class WideRun(Run):
+    """A training of it with updates inside of backwards."""
+
+    net = Wide
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(partial(adamw, overlap=True), **options)
+
+
+def _moved(training: Run) -> Counter[tuple[str, str]]:
+    """Bytes that a step moves to and from NVMe, by direction and what."""
+    moved, submit = Counter[tuple[str, str]](), Arena._submit
+
+    def counted(arena: Arena, direction: Direction, extent: Extent, tensor: Tensor, *more: Any) -> Any:
+        moved[direction.name, more[-1].what] += tensor.nbytes
+        return submit(arena, direction, extent, tensor, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arena, "_submit", counted)
+        training.steps(1)
+    return moved
+
+
+def _again(keep: Callable[..., None], options: dict[str, Any]) -> tuple[Run, Counter[tuple[str, str]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyUpdates, "keep", keep)
+        training = WideRun(**options)
+        training.steps(4)
+        return training, _moved(training)
+
+
+def _read_once(options: dict[str, Any]) -> None:
+    sizes, keep = list[int](), EarlyUpdates.keep
+
+    def counted(early: EarlyUpdates, bucket: int, runs: Sequence[FetchedRun]) -> None:
+        sizes.append(sum(run.memory.nbytes for run in runs))
+        keep(early, bucket, runs)
+
+    (again, before), (once, moved) = (_again(how, options) for how in (lambda *_: None, counted))
+    _same(again.result(), once.result())
+    kept = sum(sizes) // 5  # steps
+    assert before - moved == {("read", "states"): kept} and not once.backend._early._kept
+    params = sum(local_tensor(p).nbytes for p in once.model.layers.parameters())
+    assert kept == pytest.approx(params, rel=0.02)  # the embedding is read by no backward
+    with once.backend.record() as recording:
+        once.steps(1)
+    programs = recording.predicted(machine_named("cpu")).programs
+    moves = [each for program in programs for each in program.instructions if isinstance(each, Move)]
+    forecast = sum(each.bytes for each in moves if is_disk(each.source) or is_disk(each.target))
+    assert moved.total() == pytest.approx(forecast, rel=0.02)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_reads_nothing_that_its_backward_has_read(world_size: int, tmp_path: Path) -> None:
+    run(world_size, _read_once, {**OFF, "offload": "parameters", "stage": 3, "path": str(tmp_path)})
+
+
+def _written_meanwhile(options: dict[str, Any]) -> None:
+    start = EarlyUpdates.start
+
+    def changed(early: EarlyUpdates, bucket: int) -> None:
+        with torch.no_grad():
+            for name, _ in early._taken.get(bucket, ((), ()))[0]:
+                local_tensor(early._params[name]).add_(1e-3)
+        start(early, bucket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyUpdates, "start", changed)
+        (again, _), (once, _) = (_again(how, options) for how in (lambda *_: None, EarlyUpdates.keep))
+    _same(again.result(), once.result())
+
+
+def test_an_update_sees_what_was_written_since(tmp_path: Path) -> None:
+    run(1, _written_meanwhile, {**OFF, "offload": "parameters", "stage": 3, "path": str(tmp_path)})
+
+
+class _Halves:
+    """Two optimizers, each of every other parameter."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        params = [*model.parameters()]
+        self.own = [zerograph.optim.AdamW(params[k::2], lr=1e-2, skip_nonfinite=False, **options) for k in (0, 1)]
+
+    def step(self) -> None:
+        for each in self.own:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.own:
+            each.zero_grad()
+
+
+def _two_owners(options: dict[str, Any]) -> None:
+    found = []
+    for overlap in (False, True):
+        training = Run(partial(_Halves, overlap=overlap), **options)  # type: ignore[arg-type]
+        training.steps(6)
+        found.append((training.losses, {name: full(value) for name, value in training.model.state_dict().items()}))
+    (losses, values), (others, same) = found
+    assert losses == others and all(torch.equal(value, same[name]) for name, value in values.items())
+
+
+def test_two_optimizers_have_parameters_of_one_bucket(tmp_path: Path) -> None:
+    run(1, _two_owners, {**OFF, "offload": "parameters", "stage": 3, "path": str(tmp_path)})
+
+
+def _fails_between(options: dict[str, Any]) -> None:
+    training = WideRun(**options)
+    training.steps(2)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("between fetch and update")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyUpdates, "start", fails)
+        with pytest.raises(RuntimeError, match="between fetch and update"):
+            training.backward()
+    assert not training.backend._early._kept
+    training.optimizer.zero_grad()
+    with training.backend.no_sync():
+        training.backward()
+    assert not training.backend._early._kept
+
+
+def test_nothing_is_kept_behind_an_error_or_by_held_gradients(tmp_path: Path) -> None:
+    run(1, _fails_between, {**OFF, "offload": "parameters", "stage": 3, "path": str(tmp_path)})
 
 
 def _reads_ahead(folder: str) -> tuple[int, Counter[str]]:

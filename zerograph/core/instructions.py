@@ -6,12 +6,13 @@ that it runs on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from zerograph.core.machine import LINKS, TIERS, Tier, is_disk
 from zerograph.core.plan import Param
+from zerograph.core.slots import LEAVING
 from zerograph.core.timeline import Operation, Stream
 
 
@@ -260,6 +261,7 @@ class Free(_Instruction):
     Attributes:
         resident: whether the bucket stays resident for a later program.
         ends: whether it was resident until this one, and no later program finds it.
+        kept: whether the shards of a lone rank, which are the parameters, stay for an update inside of the backward.
     """
 
     operation = "free"
@@ -271,6 +273,7 @@ class Free(_Instruction):
     tile: int = 0
     tiles: int = 1
     ends: bool = False
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +315,8 @@ class Move:
         params: that the shards or gradients are of, in the order of the registers; none in coarse programs.
         offload_tier: of a shard, a gradient or an activation, where it lives off the device.
         complete: whether behind it whole gradients have left the device, and not only a tile of one.
+        kept: whether an update inside of the backward has the shards in memory that this brings from a disk, and does
+            not read them again.
     """
 
     source: Tier
@@ -329,6 +334,7 @@ class Move:
     params: tuple[Param, ...] = ()
     offload_tier: Tier | None = None
     complete: bool = False
+    kept: bool = False
 
     @property
     def operation(self) -> Operation:
@@ -407,3 +413,28 @@ Instruction = Timed | Wait | Free | View | BeginUpdate
 def last_work(instructions: Iterable[Instruction]) -> dict[int, int]:
     """By bucket the place of the last instruction that works for it; -1 stands for those that work for none."""
     return {getattr(each, "bucket", -1): place for place, each in enumerate(instructions)}
+
+
+def kept_shards(backward: Sequence[Instruction], begins: Mapping[int, int]) -> dict[int, int]:
+    """By bucket the place of the move from a disk that brings what an update inside of ``backward`` reads again.
+
+    It stays in memory for the update where that is near: at most :data:`~zerograph.core.slots.LEAVING` others begin
+    between the bucket's last use and its own. A tied weight's would stay for most of the backward.
+
+    Args:
+        begins: by bucket the place behind which its update begins.
+    """
+    moves, frees, resident = dict[int, int](), dict[int, int](), set[int]()
+    for place, each in enumerate(backward):
+        if isinstance(each, Move) and each.what == "shard" and is_disk(each.source):
+            moves[each.bucket] = place
+        elif isinstance(each, Free):
+            frees[each.bucket] = place
+        elif isinstance(each, Gather) and each.resident:
+            resident.add(each.bucket)
+    found = {}
+    for bucket, begin in begins.items():
+        if bucket in moves and bucket in frees and bucket not in resident:
+            others = sum(frees[bucket] < other < begin for other in begins.values())
+            found |= {bucket: moves[bucket]} if others <= LEAVING else {}
+    return found

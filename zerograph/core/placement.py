@@ -63,3 +63,11 @@ def updated_late(plan: Plan, bucket: Bucket) -> bool:
 def second_copies(plan: Plan, bucket: Bucket) -> bool:
     """Whether such an update writes copies of its own, on the host, as what it updates is on its way to a disk."""
     return is_disk(bucket.placement.optimizer) and updated_late(plan, bucket)
+
+
+def reads_again(bucket: Bucket) -> bool:
+    """Whether an update of ``bucket`` reads from a disk the very shards that its gathers read there, and all of them:
+    none has a copy that is gathered in its place, and all are trained."""
+    placement, shards = bucket.placement, [p for p in bucket.params if p.sharded]
+    alike = all(p.trainable and copy_tier(p, placement, split=True) is None for p in shards)
+    return is_disk(placement.parameters) and bucket.tiles == 1 and alike

@@ -50,6 +50,7 @@ from zerograph.runtime.dtensors import Groups
 from zerograph.runtime.executor.accumulation import GradientAccumulation
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import Pipeline, StepCount, moving_groups
+from zerograph.runtime.offload.fetches import FetchedRun
 from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
@@ -369,8 +370,15 @@ class HostOptimizer(Optimizer):
         """The parts of ``rows``, with states where some were missing; nothing is updated where it raises."""
         return self._states.parts(rows, self.store)
 
-    def update(self, rows: Sequence[UpdateRow], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
-        """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
+    def update(
+        self,
+        rows: Sequence[UpdateRow],
+        factor: Factor,
+        arrival: Arrival | None = None,
+        kept: Sequence[FetchedRun] = (),
+    ) -> PendingUpdate:
+        """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits. Of parameters on
+        NVMe those ``kept`` are in memory, too."""
         plans = self.prepare(rows)
         joint = JointUpdate(self._joint_parts(plans, rows, factor), self._ranks(), self.store)
         calls, touched, stored, sources, passing = [], [], [], [], []
@@ -395,7 +403,7 @@ class HostOptimizer(Optimizer):
             _tell_target()
         streams = []
         if stored and self.store is not None:
-            streams.append(self._streamed(self.store, stored, sources, factor.number))
+            streams.append(self._streamed(self.store, stored, sources, factor.number, kept))
         if passing and self.store is not None:
             streams.append(ThroughDevice(self, self.store, passing, factor, self._on_device).run)
         if arrival is not None:
@@ -431,14 +439,19 @@ class HostOptimizer(Optimizer):
             self.store.copies.updated(params)
 
     def _streamed(
-        self, store: ShardStore, stored: list[Stored], sources: list[tuple[_core.Rule, Gradients]], factor: float
+        self,
+        store: ShardStore,
+        stored: list[Stored],
+        sources: list[tuple[_core.Rule, Gradients]],
+        factor: float,
+        kept: Sequence[FetchedRun],
     ) -> Callable[[], None]:
         """The function that updates parts whose states are on NVMe."""
         key = tuple(id(s.part) for s in stored)
         if key not in self._streams:
             self._streams[key] = Stream(self, store, stored)
         return functools.partial(
-            self._streams[key].run, [rule for rule, _ in sources], [own for _, own in sources], factor
+            self._streams[key].run, [rule for rule, _ in sources], [own for _, own in sources], factor, [*kept]
         )
 
     def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: Factor) -> None:

@@ -20,6 +20,7 @@ from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.executor import early
 from zerograph.runtime.executor.early import Arrival, Updater
 from zerograph.runtime.executor.residency import moving_groups
+from zerograph.runtime.offload.fetches import FetchedRun
 from zerograph.runtime.torch_private import local_tensor
 
 
@@ -44,12 +45,15 @@ class EarlySteps(StepsOf, Updater):
         return found is not None and found.early is self
 
     @torch.no_grad()
-    def start(self, grads: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None) -> None:
+    def start(
+        self, grads: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None, kept: Sequence[FetchedRun]
+    ) -> None:
         """Begin to update parameters by gradients of this rank's parts of them, while the backward goes on.
 
         Args:
             grads: the parameters, each with its whole gradient.
             arrival: waits for what of ``grads`` is on its way to where it is updated.
+            kept: of the parameters, what the backward has read from NVMe.
 
         Raises:
             UnsupportedError: a parameter or gradient that cannot be updated; none of ``grads`` has been then.
@@ -70,7 +74,7 @@ class EarlySteps(StepsOf, Updater):
             key = (index, *map(id, params))
             layout = opt.layout(key, group, params)
             rows.append(UpdateRow(key, group, layout, layout.gradients_of([grad for _, grad in pairs])))
-        pending = opt.update(rows, Factor(), arrival)
+        pending = opt.update(rows, Factor(), arrival, kept)
         # It has begun: whatever fails from here on, these are updated.
         self._under_way.append(pending)
         self.updated.update(id(param) for param, _ in grads)

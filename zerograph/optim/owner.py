@@ -16,6 +16,7 @@ from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import StepCount, params_in
+from zerograph.runtime.offload.fetches import FetchedRun
 from zerograph.runtime.offload.shards import ShardStore
 from zerograph.runtime.torch_private import versions
 
@@ -45,7 +46,13 @@ class Owner(Protocol):
     def prepare(self, rows: Sequence[UpdateRow]) -> object:
         """Make states that are missing."""
 
-    def update(self, rows: Sequence[UpdateRow], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
+    def update(
+        self,
+        rows: Sequence[UpdateRow],
+        factor: Factor,
+        arrival: Arrival | None = None,
+        kept: Sequence[FetchedRun] = (),
+    ) -> PendingUpdate:
         """Begin to update."""
 
     def leave_half_done(self, why: str) -> None:

@@ -1,8 +1,9 @@
 """The update of parameters whose states are on NVMe: read, update, write, in chunks through a ring of slots.
 
 While one chunk is updated, the next ones are read and the one before is written. The first ones are read before, but
-for their gradients, while a backward runs. Beside a device with another memory than the host's, gradients that stayed
-there come to the slots too, and copies that are gathered are brought from them what was updated.
+for their gradients, while a backward runs. Parameters that this has read are copied from there. Beside a device with
+another memory than the host's, gradients that stayed there come to the slots too, and copies that are gathered are
+brought from them what was updated.
 
 Chunks are cut from the buckets' own order, whatever groups their parameters are in: a transfer at a chunk's edge then
 never touches what another chunk has.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.comm.entry import reason_of
 from zerograph.runtime.offload.blocks import UNIT, Block, StatePlace
 from zerograph.runtime.offload.extents import Extent
+from zerograph.runtime.offload.fetches import FetchedRun
 from zerograph.runtime.offload.host import Transfer
 from zerograph.runtime.offload.locations import COPY, GRADIENT, PARAMETER
 from zerograph.runtime.offload.nvme import Priority, Ticket
@@ -81,10 +83,16 @@ class _StoredChunk:
     works: list[_PartWork]
     under_way: list[Ticket] = field(default_factory=list)
     copies: list[Transfer] = field(default_factory=list)
-    is_ahead: bool = False  # its slot has everything but gradients, or will have
+    ahead: Sequence[_Slotted] = ()  # that its slot has, or will have
+    was_kept: bool = False  # the last update had parameters of it in memory
 
     def view(self, kind: _Slotted) -> Tensor:
         return self.slot[kind.at : kind.at + (self.end - self.begin) * kind.dtype.itemsize]
+
+    def part(self, kind: _Slotted, begin: int, end: int) -> Tensor:
+        """The bytes of elements from ``begin`` to ``end`` of the block."""
+        size = kind.dtype.itemsize
+        return self.view(kind)[(begin - self.begin) * size : (end - self.begin) * size]
 
 
 class Stream:
@@ -186,8 +194,9 @@ class Stream:
         mappings.
         """
         for chunk in self._chunks[: SLOTS - 1]:
-            self._transfer(self._arena.read, chunk, [(kind, kind.extent) for kind in chunk.kinds], Priority.later)
-            chunk.is_ahead = True
+            chunk.ahead = [kind for kind in chunk.kinds if not (chunk.was_kept and kind is chunk.parameter)]
+            for kind in chunk.ahead:
+                self._transfer(self._arena.read, chunk, kind, Priority.later)
 
     def forget(self) -> None:
         """Have nothing read ahead, and nothing under way."""
@@ -198,15 +207,18 @@ class Stream:
             for copy in chunk.copies:
                 with contextlib.suppress(Exception):
                     copy.arrive()
-            chunk.under_way, chunk.copies, chunk.is_ahead = [], [], False
+            chunk.under_way, chunk.copies, chunk.ahead = [], [], ()
         self._timed = None
 
-    def run(self, rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: float) -> None:
+    def run(
+        self, rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: float, kept: list[FetchedRun]
+    ) -> None:
         """Update everything that has a gradient, and return when all is written.
 
         Args:
             rules, grads: of each part.
             factor: what gradients are multiplied by.
+            kept: of the parameters, what is in memory; nothing when it returns.
 
         Raises:
             StorageError: a transfer failed. Some chunks have been updated and others not, unless it was one ahead.
@@ -228,7 +240,7 @@ class Stream:
         try:
             through_slots(
                 self._chunks,
-                lambda chunk: self._read(chunk, grads),
+                lambda chunk: self._read(chunk, grads, kept),
                 self._wait,
                 lambda chunk: _core.update(self._calls(chunk, rules, grads), factor),
                 self._write,
@@ -242,18 +254,21 @@ class Stream:
             self._store.half_done[owner] = reason_of(error)
             self.forget()
             raise
+        finally:
+            kept.clear()
 
     def _confirm(self) -> None:
         """Keep of what was read ahead only what nobody has touched since: a checkpoint that was loaded, the user."""
         for chunk in self._chunks[: SLOTS - 1]:
-            if chunk.is_ahead:
+            if chunk.ahead:
                 self._wait(chunk)
                 # Pages that were touched may be gone again, but then the files are newer.
-                chunk.is_ahead = self._store.slots.is_as_left and not any(
-                    kind.extent is not None
-                    and self._arena.is_touched(kind.extent, chunk.begin * kind.dtype.itemsize, chunk.view(kind).nbytes)
-                    for kind in chunk.kinds
-                )
+                touched = any(self._is_touched(kind, chunk.begin, chunk.end) for kind in chunk.ahead)
+                chunk.ahead = chunk.ahead if self._store.slots.is_as_left and not touched else ()
+
+    def _is_touched(self, kind: _Slotted, begin: int, end: int) -> bool:
+        extent, size = kind.extent, kind.dtype.itemsize
+        return extent is not None and self._arena.is_touched(extent, begin * size, (end - begin) * size)
 
     def _calls(
         self, chunk: _StoredChunk, rules: Sequence[_core.Rule], grads: Sequence[Gradients]
@@ -277,8 +292,35 @@ class Stream:
             return chunk.slot.data_ptr() + chunk.gradient.at + (begin + piece.first - chunk.begin) * size
         return address + piece.first * size  # the user's own, or one that was kept from an earlier backward
 
-    def _read(self, chunk: _StoredChunk, grads: Sequence[Gradients]) -> None:
-        self._start(self._arena.read, chunk)
+    def _read(self, chunk: _StoredChunk, grads: Sequence[Gradients], kept: Sequence[FetchedRun]) -> None:
+        own, ahead, chunk.ahead = chunk.parameter, chunk.ahead, ()
+        for kind in chunk.kinds:
+            if kind not in ahead and kind is not own:
+                self._transfer(self._arena.read, chunk, kind)
+        spilled = self._gradients.get(chunk.block)
+        if chunk.gradient is not None and spilled is not None:
+            self._transfer(self._arena.read, chunk, chunk.gradient._replace(extent=spilled[0]))
+        self._bring_gradients(chunk, grads)
+        if own is not None and own not in ahead:
+            for part in self._copy_kept(chunk, own, [run for run in kept if run.block is chunk.block]):
+                self._transfer(self._arena.read, chunk, own, part=part)
+
+    def _copy_kept(self, chunk: _StoredChunk, own: _Slotted, runs: Sequence[FetchedRun]) -> Iterator[tuple[int, int]]:
+        """Copy the parameters of ``chunk`` that are in memory to its slot; yields from where to where others lie."""
+        lacks, chunk.was_kept = chunk.begin, bool(runs)
+        for run in runs:
+            begin, end = max(run.begin, chunk.begin), min(run.begin + len(run.memory), chunk.end)
+            # Somebody may have written to them since they were read.
+            if begin < end and not self._is_touched(own, begin, end):
+                self._arena.wait(run.read)
+                chunk.part(own, begin, end).view(own.dtype).copy_(run.memory[begin - run.begin : end - run.begin])
+                if lacks < begin:
+                    yield lacks, begin
+                lacks = end
+        if lacks < chunk.end:
+            yield lacks, chunk.end
+
+    def _bring_gradients(self, chunk: _StoredChunk, grads: Sequence[Gradients]) -> None:
         for work in chunk.works:
             part, own = self.parts[work.part], grads[work.part].tensors
             if chunk.gradient is None or not self._comes(chunk, part):
@@ -290,7 +332,8 @@ class Stream:
                     self._copy(chunk, chunk.gradient, begin, flat(grad), piece.first, piece.size, here=True)
 
     def _write(self, chunk: _StoredChunk) -> None:
-        self._start(self._arena.write, chunk)
+        for kind in chunk.kinds:
+            self._transfer(self._arena.write, chunk, kind)
         self._bring_copies(chunk)
 
     def _comes(self, chunk: _StoredChunk, part: Part) -> bool:
@@ -322,14 +365,6 @@ class Stream:
         purpose = chunk.block.purpose("gradient" if here else "parameters", self._update)
         chunk.copies.append(self._store.locations.hosted.memory.start(way, [(source, target)], purpose=purpose))
 
-    def _start(self, transfer: Callable[..., Ticket], chunk: _StoredChunk) -> None:
-        kinds = [(kind, kind.extent) for kind in chunk.kinds if not chunk.is_ahead]
-        spilled = self._gradients.get(chunk.block)
-        if transfer == self._arena.read and chunk.gradient is not None and spilled is not None:
-            kinds.append((chunk.gradient, spilled[0]))
-        chunk.is_ahead = False
-        self._transfer(transfer, chunk, kinds, Priority.now)
-
     @property
     def _update(self) -> TimedUpdate:
         """The update that is under way, or is read ahead for."""
@@ -344,14 +379,14 @@ class Stream:
         self,
         transfer: Callable[..., Ticket],
         chunk: _StoredChunk,
-        kinds: Iterable[tuple[_Slotted, Extent | None]],
-        priority: Priority,
+        kind: _Slotted,
+        priority: Priority = Priority.now,
+        part: tuple[int, int] | None = None,
     ) -> None:
-        for kind, extent in kinds:  # one by one: what is under way must be known if the next one raises
-            offset = chunk.begin * kind.dtype.itemsize
-            chunk.under_way.append(
-                transfer(extent, chunk.view(kind), priority, offset=offset, purpose=self._purpose(chunk))
-            )
+        """Begin to read or write one kind of ``chunk``, or elements of it from where to where."""
+        begin, end = part or (chunk.begin, chunk.end)
+        offset, view = begin * kind.dtype.itemsize, chunk.part(kind, begin, end)
+        chunk.under_way.append(transfer(kind.extent, view, priority, offset=offset, purpose=self._purpose(chunk)))
 
     def _wait(self, chunk: _StoredChunk) -> None:
         while chunk.under_way:

@@ -150,10 +150,12 @@ class Cells:
         for register in instruction.dead:
             self._die(register, task)
 
-    def freed(self, part: tuple[int, int], task: int) -> None:
-        """A bucket or tile is let go of at the end of ``task``."""
+    def freed(self, part: tuple[int, int], task: int, *, kept: bool) -> None:
+        """A bucket or tile is let go of at the end of ``task``; what is ``kept`` of it dies with its last reader."""
         cell = self._unsharded.pop(part, None)
-        if cell is not None:
+        if cell is not None and kept:
+            cell.gathered, cell.readers = False, 1
+        elif cell is not None:
             self._give(cell, task)
 
     def hold_buffer(self, size: int, gather: int, first: int, last: int, free: bool) -> None:

@@ -242,6 +242,7 @@ class _Required:
         self.placements = list(map(plan.placement_of, plan.buckets))
         moves = (each for *_, each in _each(programs) if isinstance(each, Move) and each.what == "states")
         self.read = {each.bucket for each in moves if is_disk(each.source)}
+        self.kept = {each.bucket for *_, each in _each(programs) if isinstance(each, Move) and each.kept}
 
     def of(self, program: Program, each: Instruction) -> Iterator[tuple[tuple[str, ...], str]]:
         """Operations, one of which has written something that ``each`` reads, and what they moved."""
@@ -274,7 +275,8 @@ class _Required:
         # On a CPU plain SGD of parameters that compute in their own dtype keeps nothing anywhere else.
         masters = any(p.trainable and p.is_master for p in bucket.params)
         if is_disk(placement.spilled) or (
-            is_disk(placement.optimizer) and (staged or masters or bucket.index in self.read)
+            is_disk(placement.optimizer)
+            and (masters or bucket.index in self.read or (staged and bucket.index not in self.kept))
         ):
             yield ("read",), "states"
         if placement.spilled == "host" or (placement.spilled == "device" and staged):

@@ -25,6 +25,7 @@ from types import MappingProxyType
 
 from zerograph.core.files.planfile import Holding
 from zerograph.core.files.runfile import Measured
+from zerograph.core.instructions import Free
 from zerograph.core.machine import TIERS
 from zerograph.core.program import Program
 from zerograph.core.timeline import Forecast
@@ -153,7 +154,8 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 if gathered is not None:
                     if cells is not None:
                         # Where nothing has computed yet, the first task stands in.
-                        cells.freed(part, max(last, 0))
+                        kept = isinstance(instruction, Free) and instruction.kept
+                        cells.freed(part, max(last, 0), kept=kept)
                     if buffers is not None and buffers.give(part, last):
                         # It would wait for the next forward, and whatever is free with it.
                         if over:

@@ -11,13 +11,14 @@ from planner.steps import Layer, step_of
 from planner.test_offload import GPU, placed, ruled, scheduler_of
 
 from zerograph.core.files.programs_data import programs_data, programs_of
-from zerograph.core.instructions import BeginUpdate, HostUpdate, Move, Update, WaitReduce
+from zerograph.core.instructions import BeginUpdate, Free, Gather, HostUpdate, Move, Update, WaitReduce, kept_shards
 from zerograph.core.layout import Layout
 from zerograph.core.machine import Tier, machine_named
 from zerograph.core.param_bytes import copy_bytes
 from zerograph.core.placement import updated_late
 from zerograph.core.plan import OVERLAPS, Bucket, Overlap, Param, Placement, Plan
 from zerograph.core.program import Program, Register
+from zerograph.core.slots import LEAVING
 from zerograph.core.timeline import Forecast, Span
 from zerograph.planner.programs.coarse import coarse_programs, snapshot
 from zerograph.planner.programs.forecasts import forecast_plan
@@ -127,11 +128,51 @@ def test_a_backward_updates_each_bucket_when_it_has_done_with_it(placement: Plac
         assert update.bucket >= 0 or placement == Placement()  # one instruction of the device may be of several
         assert all(update.start >= span.end for span in works if span.phase == "backward")
     assert inside.seconds <= behind.seconds * (0.95 if placement != Placement() else 1.000001)
-    assert all(inside.peaks[tier].bytes <= behind.peaks[tier].bytes for tier in inside.peaks)
     scheduler, plan = plan_of(placement, "backward")
+    # On the host are shards that updates do not read from a disk again: of those under way, and of the next.
+    kept = (LEAVING + 2) * scheduler.bucket_parts(0, 1)[0].shards.at(placement).fetched * (placement == NVME)
+    for tier in inside.peaks:
+        assert inside.peaks[tier].bytes <= behind.peaks[tier].bytes + kept * (tier == "host")
     left = [h for h in forecast_plan(scheduler, plan)[1] if h.kind == "gradient" and h.last == -1]
     assert not left  # but what every rank holds whole, of which these layers have nothing
     assert check_programs(snapshot(coarse_programs(scheduler, plan)), plan) == []
+
+
+def test_a_backward_keeps_for_updates_what_it_has_read() -> None:
+    scheduler, plan = plan_of(NVME, "backward")
+    _, backward, _ = programs = snapshot(coarse_programs(scheduler, plan))
+    kept = {each.bucket: each for each in backward.instructions if isinstance(each, Move) and each.kept}
+    assert len(kept) == LAYERS
+    for each in backward.instructions:
+        if isinstance(each, HostUpdate):
+            assert set(kept[each.bucket].writes) <= {*each.reads} & {*each.dead}
+    read = [
+        each.bytes for each in backward.instructions if isinstance(each, Move) and each.what == "states" and each.rises
+    ]
+    part = scheduler.bucket_parts(0, 1)[0]
+    assert read == [part.shards.at(NVME).optimizer] * LAYERS  # moments alone
+    # Nothing says so of a plan whose updates are behind the backward, or compute with copies.
+    for other in (plan_of(NVME, "none"), plan_of(GRADIENTS, "backward")):
+        instructions = (each for program in coarse_programs(*other) for each in program.instructions)
+        assert not any(isinstance(each, Move) and each.kept for each in instructions)
+    # What lets go of it before its update is found.
+    early = [
+        replace(each, dead=(*each.dead, *each.reads)) if isinstance(each, Move) and each.what == "shard" and each.reads
+        and each.source == "host" else each
+        for each in backward.instructions
+    ]  # fmt: skip
+    found = check_programs([programs[0], replace(backward, instructions=early), programs[2]], plan)
+    assert any(wrong.check == "reads" and "which is free" in wrong.message for wrong in found)
+
+
+def test_a_bucket_is_not_kept_for_an_update_that_is_far() -> None:
+    """As that of a tied embedding, whose head the backward begins with."""
+    fetches = [Move("nvme", "device", "shard", "", "", 1, (), (i,), bucket=i) for i in range(5)]
+    work = [each for i in range(5) for each in (Gather(i, (), (i,), i), Free(i, (i,)))]
+    begins = {0: 19, 1: 15, 2: 16, 3: 17, 4: 18}
+    assert kept_shards([*fetches, *work], begins) == {1: 1, 2: 2, 3: 3}
+    resident = [replace(each, resident=True) if isinstance(each, Gather) else each for each in work]
+    assert kept_shards([*fetches, *resident], begins) == {}
 
 
 def test_few_gradients_wait_for_updates_on_nvme() -> None:

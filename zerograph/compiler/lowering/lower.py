@@ -32,6 +32,7 @@ from zerograph.core.instructions import (
     WaitFetch,
     WaitGather,
     WaitReduce,
+    kept_shards,
     last_work,
 )
 from zerograph.core.machine import Tier, hops
@@ -44,6 +45,7 @@ from zerograph.core.param_bytes import (
     sent_bytes,
     shard_bytes,
 )
+from zerograph.core.placement import reads_again
 from zerograph.core.plan import ParamTile, Placement, Plan, Residency, tile_label
 from zerograph.core.program import Program, Register, Segment, ends_resident, stays_resident
 from zerograph.core.step import Kind, layer_of_activation
@@ -164,7 +166,7 @@ class _Lowering:
 
     def _with_facts(self) -> list[Instruction]:
         """The instructions with what only those around them tell."""
-        return with_host_parts(_with_updates(_with_moves(self.instructions)), self.plan, self.kind)
+        return with_host_parts(_with_updates(_with_moves(self.instructions), self.plan), self.plan, self.kind)
 
     def _contents(self) -> tuple[Register, ...]:
         first: dict[Any, int] = {}
@@ -513,14 +515,17 @@ def _with_moves(instructions: Sequence[Instruction]) -> list[Instruction]:
     return found
 
 
-def _with_updates(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Let an update of each bucket that is reduced begin behind the last instruction that works for it."""
+def _with_updates(instructions: Sequence[Instruction], plan: Plan) -> list[Instruction]:
+    """Let an update of each bucket that is reduced begin behind the last instruction that works for it, and keep for it
+    what it would read again."""
     reduced = {i.bucket for i in instructions if isinstance(i, Reduce)}
-    last = last_work(instructions)
-    begins = {last[bucket]: BeginUpdate(bucket) for bucket in reduced}
+    begins = {bucket: place for bucket, place in last_work(instructions).items() if bucket in reduced}
+    kept = {place for bucket, place in kept_shards(instructions, begins).items() if reads_again(plan.buckets[bucket])}
+    updates = {place: BeginUpdate(bucket) for bucket, place in begins.items()}
     found: list[Instruction] = []
     for place, each in enumerate(instructions):
-        found += [each, begins[place]] if place in begins else [each]
+        found.append(dataclasses.replace(each, kept=True) if place in kept else each)  # type: ignore[call-arg]
+        found += [updates[place]] if place in updates else []
     return found
 
 

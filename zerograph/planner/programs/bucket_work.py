@@ -3,6 +3,7 @@ a scheduler, from what tells it apart."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from zerograph.core.instructions import (
@@ -108,6 +109,11 @@ def bring(
 def fetch(scheduler: Scheduler, part: BucketPart, placement: Placement, behind: tuple[int, ...]) -> list[Instruction]:
     """Fetch the shards of a bucket that is gathered later, ``behind`` these registers; a lone rank's are the whole."""
     return _shards_up(scheduler, part, placement, behind, fetched_shards(scheduler, part, placement))
+
+
+def keep(scheduler: Scheduler, read: Move, up: Move) -> list[Instruction]:
+    """The two moves of shards from a disk to the device, of which the host keeps the bytes for an update."""
+    return [replace(read, kept=True), replace(up, dead=tuple(r for r in up.dead if r not in read.writes))]
 
 
 def _shards_up(

@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from zerograph.core.instructions import Compute, Instruction, Reduce, WaitFetch, last_work
+from zerograph.core.instructions import Compute, Instruction, Reduce, WaitFetch, kept_shards, last_work
 from zerograph.core.machine import Tier, hops, is_disk
-from zerograph.core.placement import updated_late
+from zerograph.core.placement import reads_again, updated_late
 from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.program import Program, ends_resident, stays_resident
 from zerograph.core.slots import LEAVING, SLOTS
@@ -376,13 +376,13 @@ class _CoarsePrograms:
         if self.buckets[bucket].placement.optimizer != "device":
             self.given += self._update_beside(bucket)
 
-    def _update_beside(self, bucket: int) -> tuple[int, ...]:
+    def _update_beside(self, bucket: int, kept: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Begin the update of a bucket whose states are off the device; the gradients that go with it."""
         placement, gradients = self.buckets[bucket].placement, list[int]()
         for tile, part in enumerate(self.parts[bucket]):
             if part.shards.gradient:
                 gradients.append(self._gradient(bucket, tile))
-                moves, ends = self._once(update_beside, part, placement, self.updates, (gradients[-1],))
+                moves, ends = self._once(update_beside, part, placement, self.updates, (gradients[-1],), kept, kept)
                 self.instructions += moves
                 self.updates += 1
                 self.updated[bucket] = self.updated.get(bucket, ()) + ends
@@ -417,15 +417,25 @@ class _CoarsePrograms:
             if bucket in self.inside and any(part.shards.gradient for part in self.parts[bucket]):
                 # The forward reduces a head that is in tiles with its loss, and the backward may do nothing for it.
                 ended.setdefault(last.get(bucket, -1), []).append(bucket)
-        on_disk = deque[int]()
+        on_disk, kept = deque[int](), self._keep(backward, {b: at for at, own in ended.items() for b in own})
         for at in range(-1, len(backward)):
             self.instructions += backward[at : at + 1] if at >= 0 else ()
             for bucket in ended.get(at, ()):
-                self._update_now(bucket, on_disk)
+                self._update_now(bucket, on_disk, kept.get(bucket, ()))
 
-    def _update_now(self, bucket: int, on_disk: deque[int]) -> None:
+    def _keep(self, backward: list[Instruction], begins: dict[int, int]) -> dict[int, tuple[int, ...]]:
+        """Keep on the host what updates there would read again from a disk, by bucket its registers."""
+        kept = dict[int, tuple[int, ...]]()
+        # Shards pass through the host there; no plan for a CPU has updates inside of the backward.
+        for bucket, at in kept_shards(backward, begins).items() if self.rates.staging != "device" else ():
+            if reads_again(self.plan.buckets[bucket]):
+                backward[at : at + 2] = self._once(bucket_work.keep, *backward[at : at + 2])
+                kept[bucket] = backward[at].writes
+        return kept
+
+    def _update_now(self, bucket: int, on_disk: deque[int], kept: tuple[int, ...]) -> None:
         """Begin the update of a bucket inside of the backward; ``on_disk`` are ends of those by gradients that would be
-        written, which wait in memory: few may be under way."""
+        written, which wait in memory: few may be under way. Of its parameters the registers ``kept`` are read."""
         if self.buckets[bucket].placement.optimizer == "device":
             self.instructions.append(self._once(Scheduler.update_inside, bucket, self._gradient(bucket, 0)))
             self.updated[bucket] = ()
@@ -433,7 +443,7 @@ class _CoarsePrograms:
         waits = is_disk(self.plan.buckets[bucket].placement.spilled)
         if waits and len(on_disk) > LEAVING:
             self.instructions.append(self._once(bucket_work.wait_fetch, on_disk.popleft()))
-        self._update_beside(bucket)
+        self._update_beside(bucket, kept)
         if waits:
             on_disk.append(self.updated[bucket][-1])
 

@@ -8,13 +8,17 @@ in as many buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import chain
+from typing import Any, Protocol
 
 from zerograph.core.instructions import (
     BeginUpdate,
     DeviceUpdate,
+    Free,
+    Gather,
     HostUpdate,
     Instruction,
     Move,
@@ -26,7 +30,7 @@ from zerograph.core.machine import is_disk
 from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.plan import Update as UpdatePlace
 from zerograph.core.program import Program
-from zerograph.core.slots import SLOTS
+from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.core.step import Kind
 from zerograph.planner.programs.placement import STATES_OFFLOADED, BucketPart, bucket_parts, device_update
 from zerograph.planner.programs.schedule import Registers
@@ -64,13 +68,16 @@ def update_offloaded(
 
 def update_beside(
     scheduler: Buckets, part: BucketPart, placement: Placement, number: int,
-    gradients: tuple[int, ...],
+    gradients: tuple[int, ...], kept: tuple[int, ...] = (), let_go: tuple[int, ...] = (),
 ) -> tuple[list[OffDevice], tuple[int, ...]]:  # fmt: skip
-    """:func:`host_update` beside a backward, or beside a forward by gradients of the step before: these go with it.
-    Also the registers of its ends, behind which the parameters are gathered."""
-    made = host_update(scheduler, part, placement, number, gradients, -1)
+    """:func:`host_update` beside a backward, or beside a forward by gradients of the step before: these go with it, and
+    with a backward those of the parameters that are ``let_go``. Also the registers of its ends, behind which the
+    parameters are gathered."""
+    made = host_update(scheduler, part, placement, number, gradients, -1, kept)
     reader = max(at for at, each in enumerate(made) if gradients[-1] in each.reads)
     made[reader] = replace(made[reader], dead=(*made[reader].dead, *gradients))
+    update = next(at for at, each in enumerate(made) if isinstance(each, HostUpdate))
+    made[update] = replace(made[update], dead=(*made[update].dead, *let_go))
     return made, _ends(scheduler, made, part)
 
 
@@ -136,14 +143,16 @@ def _update_through_device(
 
 
 def host_update(
-    scheduler: Buckets, part: BucketPart, placement: Placement, number: int, arrived: tuple[int, ...], norm: int
-) -> list[OffDevice]:
+    scheduler: Buckets, part: BucketPart, placement: Placement, number: int, arrived: tuple[int, ...], norm: int,
+    kept: tuple[int, ...] = (),
+) -> list[OffDevice]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device.
 
     Args:
         number: of host updates before it.
         arrived: the registers of its gradient, wherever that is.
         norm: the register that is ready when all gradients are; -1 where there are none.
+        kept: registers of its parameters, which are read from there and not from a disk.
     """
     gradient, placed = part.shards.gradient, part.shards.at(placement)
     (bucket, tile, tiles), label, module = part.place, part.label, part.name
@@ -172,13 +181,13 @@ def host_update(
         )
     # None is farther than the optimizer's tier, so that all of a bucket that is on a disk is on that one.
     disk, spilled, leaves = placement.optimizer, is_disk(placement.gradients), is_disk(placement.parameters)
-    read = states + gradients * spilled
-    if read:
-        size = (placed.optimizer + shared) * bool(states) + gradient * spilled
+    read, kept_bytes = states + gradients * spilled, sum(scheduler.registers.contents[r].bytes for r in kept)
+    size = (placed.optimizer + shared - min(shared, kept_bytes)) * bool(states) + gradient * spilled
+    if size:
         reads = (*start, *(() if placement.gradients == "device" else arrived))
         instructions.append(Move(disk, "host", "states", label, module, size, reads, read, (), bucket, tile, slot))
     copy = staged("copy", placed.copies, "param") if placement.parameters not in in_place else ()
-    inputs = (*start, *(() if copies else arrived), *gradients, *states)
+    inputs = (*start, *(() if copies else arrived), *gradients, *(states if size else ()), *kept)
     instructions.append(
         HostUpdate(
             label, module, placed.traffic, inputs, (*states, *copy), gradients, bucket, tile, slot,
@@ -243,8 +252,10 @@ def with_updates_inside(
     registers, gradients, found = Registers(backward.contents), dict[int, tuple[int, ...]](), list[int]()
     known = _Known(backward.buckets, rates, registers, plan.buckets, state_sizes)
     inside = {b.index for b in plan.buckets if plan.updated_inside(b) and b.placement.optimizer != "device"}
+    read = deque[tuple[int, ...]]()  # what updates have read, and is there
+    kept = {i.bucket: i.writes for i in backward.instructions if isinstance(i, Move) and i.kept and i.bucket in inside}
     instructions = list[Instruction]()
-    for each in backward.instructions:
+    for each in _with_kept(backward, kept):
         match each:
             case WaitReduce(updatable=[_, *_]) if each.bucket in inside:
                 own = tuple(each.writes[k] for k in each.updatable)
@@ -255,12 +266,34 @@ def with_updates_inside(
                 gradients[each.bucket] = each.writes
             case BeginUpdate(bucket=bucket) if bucket in gradients:
                 placement = plan.placement_of(plan.buckets[bucket])
-                instructions += update_beside(known, known.part(bucket), placement, len(found), gradients[bucket])[0]
+                part, own = known.part(bucket), kept.get(bucket, ())
+                read.append(own)
+                # As many updates may be under way in front of this one.
+                let_go = read.popleft() if len(read) > LEAVING else ()
+                instructions += update_beside(known, part, placement, len(found), gradients[bucket], own, let_go)[0]
                 found.append(bucket)
         instructions.append(each)
+    if any(read):
+        last = max(at for at, each in enumerate(instructions) if isinstance(each, HostUpdate))
+        update: Any = instructions[last]
+        instructions[last] = replace(update, dead=(*update.dead, *chain.from_iterable(read)))
     contents = tuple(registers.contents)
     program = replace(backward, instructions=tuple(instructions), contents=contents, registers=len(contents))
     return program, tuple(found)
+
+
+def _with_kept(backward: Program, kept: Mapping[int, tuple[int, ...]]) -> Iterator[Instruction]:
+    """The instructions, of which none before an update lets go of the registers that are ``kept`` for it, by bucket."""
+    alive, lone = set(chain.from_iterable(kept.values())), set[int]()
+    for each in backward.instructions:
+        if isinstance(each, Gather) and backward.contents[each.out].storage in kept.get(each.bucket, ()):
+            lone.add(each.bucket)  # a lone rank computes with what it has fetched
+        if isinstance(each, Free) and each.bucket in lone:
+            yield replace(each, kept=True)
+        elif alive.isdisjoint(each.dead):
+            yield each
+        else:
+            yield replace(each, dead=tuple(r for r in each.dead if r not in alive))
 
 
 @dataclass(slots=True)
