@@ -15,7 +15,7 @@ from torch import fx
 
 from zerograph.graph.attention import is_random
 from zerograph.graph.layers import layer_of_node
-from zerograph.graph.nodes import LayerGradient
+from zerograph.graph.nodes import LayerGradient, aten
 from zerograph.graph.ops import INSTRUCTIONS, SPILL_SAVED
 from zerograph.tiling.cuts import ALSO_POINTWISE, ROWS, SIZED, VIEWS, Cut, Mixes, is_pointwise, is_slice_of, shape_of
 from zerograph.tiling.region import Growth, Region
@@ -77,7 +77,7 @@ class _BatchGrowth(Growth):
             for node in waiting:
                 done.add(node)
                 for user in self._users(node) if self.region.cuts[node] is not None else ():
-                    if user.op == "call_function" and self._is_of_layer(user):
+                    if user.op == "call_function" and (self._is_of_layer(user) or self._adds_up(user)):
                         self.enter_behind(user)
             for node in self.between():
                 self.enter_behind(node)
@@ -86,6 +86,12 @@ class _BatchGrowth(Growth):
     def _is_of_layer(self, node: fx.Node) -> bool:
         # Parts of another layer, written already, take views of what this one makes.
         return layer_of_node(node) == self.layer and node.target not in INSTRUCTIONS
+
+    def _adds_up(self, node: fx.Node) -> bool:
+        """Whether ``node`` adds two gradients of what enters the layer, for which tracing has no word of a module."""
+        inside = self.region.cuts
+        both = all(isinstance(arg, fx.Node) and inside.get(arg) is not None for arg in node.args)
+        return node.target is aten.add.Tensor and layer_of_node(node) is None and both
 
     def entered(self, node: fx.Node, cut: Cut | None) -> None:
         if cut is not None and is_slice_of(node, cut):
