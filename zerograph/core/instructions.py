@@ -432,7 +432,7 @@ def kept_shards(backward: Sequence[Instruction], begins: Mapping[int, int]) -> d
             frees[each.bucket] = place
         elif isinstance(each, Gather) and each.resident:
             resident.add(each.bucket)
-    found = {}
+    found = dict[int, int]()
     for bucket, begin in begins.items():
         if bucket in moves and bucket in frees and bucket not in resident:
             others = sum(frees[bucket] < other < begin for other in begins.values())

@@ -524,7 +524,7 @@ def _with_updates(instructions: Sequence[Instruction], plan: Plan) -> list[Instr
     updates = {place: BeginUpdate(bucket) for bucket, place in begins.items()}
     found: list[Instruction] = []
     for place, each in enumerate(instructions):
-        found.append(dataclasses.replace(each, kept=True) if place in kept else each)  # type: ignore[call-arg]
+        found.append(dataclasses.replace(each, kept=True) if isinstance(each, Move) and place in kept else each)
         found += [updates[place]] if place in updates else []
     return found
 
