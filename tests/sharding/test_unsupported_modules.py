@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zerograph
-from zerograph.core.errors import UnsupportedError
+from zerograph.core.errors import ShardingError, UnsupportedError
 
 
 class Registered(nn.Module):
@@ -137,3 +137,12 @@ def _parts() -> None:
 
 def test_parts_of_one_tensor_without_a_common_element_and_frozen_ones_are_sharded() -> None:
     run(2, _parts)
+
+
+def test_modules_that_wait_for_their_first_batch_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False))
+    backend = zerograph.backend(dtype=torch.bfloat16)
+    with pytest.raises(ShardingError, match=r"LazyBatchNorm1d 1 has no shapes(?s:.*)call the model once"):
+        zerograph.shard(model, backend)
+    model(torch.ones(2, 4))
+    zerograph.shard(model, backend)

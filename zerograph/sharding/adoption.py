@@ -33,6 +33,7 @@ from zerograph.sharding.parametrization import leave, other_names, shard_paramet
 from zerograph.sharding.ranks import Ranks, will_be_alone
 from zerograph.sharding.torch_private import Retrace, errors_reach_users, ignore_shard_aliasing
 from zerograph.sharding.unsharded import has_opened
+from zerograph.sharding.unsupported_modules import refuse_lazy
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +158,9 @@ class Adoption:
         """Shard the parameters of ``roots`` in place; returns whether there was anything to do.
 
         On a lone rank without a compute dtype or offload there is not: the model stays as it is.
+
+        Raises:
+            ShardingError: some have no shape yet.
         """
         before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
         if self.ranks is None:
@@ -166,6 +170,7 @@ class Adoption:
         ranks = self.ranks
         if ranks.mesh is None and self._config.dtype is None and not self._config.offloads:
             return False
+        refuse_lazy(roots)
         objects = adopt.instances(self._everything(), nn.Module, Optimizer)
         if ranks.agreement is not None and any(id(p) not in self.known for p in before):
             ranks.agreement.require_same(_given(self._config, roots, objects))

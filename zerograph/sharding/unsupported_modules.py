@@ -7,8 +7,22 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from zerograph.core.errors import UnsupportedError
+from zerograph.core.errors import ShardingError, UnsupportedError
+
+
+def refuse_lazy(roots: Sequence[nn.Module]) -> None:
+    """Raises:
+    ShardingError: a module of ``roots`` learns the shapes of what it holds from its first batch, which is to come.
+    """
+    for root in roots:
+        for name, module in root.named_modules():
+            if any(is_lazy(held) for held in (*module._parameters.values(), *module._buffers.values())):
+                raise ShardingError(
+                    f"{type(module).__name__} {name or 'at the root'} has no shapes before its first batch",
+                    "call the model once with a batch before you compile or shard it",
+                )
 
 
 def refuse_modules(roots: Sequence[nn.Module], several_ranks: bool) -> None:
