@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -155,6 +156,15 @@ def test_the_modules_that_run_innermost_first() -> None:
     assert not list(torch_private.running_modules())
 
 
+def test_code_without_a_hash_may_run() -> None:
+    """Dynamo makes such code behind a graph break; in Python 3.11 a slice among its constants has no hash."""
+    ask = lambda: (list(torch_private.running_modules()), torch_private.running_codes())  # noqa: E731
+    code = ask.__code__.replace(co_consts=(*ask.__code__.co_consts, slice(0, 1)))
+    modules, codes = FunctionType(code, globals())()
+    assert not modules
+    assert codes[id(code)] is code
+
+
 GLOBAL = Net()
 
 
@@ -271,7 +281,7 @@ def test_where_dynamo_gave_up() -> None:
 
 
 def test_whose_code_runs_and_whether_calls_are_compiled() -> None:
-    assert not torch_private.compiles_calls() and sys._getframe().f_code in torch_private.running_codes()
+    assert not torch_private.compiles_calls() and id(sys._getframe().f_code) in torch_private.running_codes()
     seen = []
     seeing = lambda: seen.append((torch_private.compiles_calls(), torch_private.running_codes()))  # noqa: E731
     skip_frame(seeing)
@@ -279,10 +289,10 @@ def test_whose_code_runs_and_whether_calls_are_compiled() -> None:
         torch.compile(calling, backend="eager")(torch.ones(2), seeing)
         (compiles, running), (disabled, _) = seen[-2:]
         assert compiles and not disabled
-        assert (calling.__code__ in running) is (calling is not _calling)
+        assert (id(calling.__code__) in running) is (calling is not _calling)
     # Its loop runs as a part of its own, behind the break that comes first.
     _, part = torch_private.parts_of(_calling_behind_a_break.__code__)
-    assert running[_calling_behind_a_break.__code__] is part
+    assert running[id(_calling_behind_a_break.__code__)] is part
     assert torch_private.line_of_break(part) is not None
     assert torch_private.line_of_break(_calling_behind_a_break.__code__) is None
 

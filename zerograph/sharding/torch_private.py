@@ -151,7 +151,8 @@ def called_model() -> tuple[nn.Module, Any] | None:
     return None
 
 
-_MODULE_CALLS = {function.__code__ for function in (nn.Module._wrapped_call_impl, nn.Module._call_impl)}
+# No set: code that Dynamo makes may have a slice among its constants, and then no hash in Python 3.11.
+_MODULE_CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 
 
 def running_call(modules: Container[nn.Module]) -> tuple[nn.Module, list[Callable[..., object]]] | None:
@@ -196,13 +197,13 @@ def code_of(function: Callable[..., Any]) -> CodeType | None:
     return getattr(inspect.unwrap(function), "__code__", None)
 
 
-def running_codes() -> dict[CodeType, CodeType]:
-    """The user's code that runs in this thread as it was written, each with the part of it that runs: behind a graph
-    break Dynamo goes on with a part as a function of its own. Code that it has compiled runs as other code. Seen in
-    2.13."""
-    frame, codes = sys._getframe(1), dict[CodeType, CodeType]()
+def running_codes() -> dict[int, CodeType]:
+    """The user's code that runs in this thread as it was written, by ``id``, each with the part of it that runs: behind
+    a graph break Dynamo goes on with a part as a function of its own. Code that it has compiled runs as other code.
+    Seen in 2.13."""
+    frame, codes = sys._getframe(1), dict[int, CodeType]()
     while frame is not None:
-        codes.setdefault(_original_code(frame.f_code), frame.f_code)
+        codes.setdefault(id(_original_code(frame.f_code)), frame.f_code)
         frame = frame.f_back  # type: ignore[assignment]
     return codes
 

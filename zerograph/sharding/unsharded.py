@@ -285,8 +285,8 @@ def _open_uncompiled(callers: Sequence[EagerForward], call: EagerForward, compil
         return
 
 
-def _runs_broken(call: EagerForward, codes: Mapping[CodeType, CodeType]) -> bool:
-    part = codes.get(code_of(call.function))  # type: ignore[arg-type]
+def _runs_broken(call: EagerForward, codes: Mapping[int, CodeType]) -> bool:
+    part = codes.get(id(code_of(call.function)))
     return part is not None and call.module is not None and _breaks(call.module, part)
 
 
