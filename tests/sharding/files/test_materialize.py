@@ -318,6 +318,23 @@ def test_files_that_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None
     assert "absent.safetensors" in first[3] and first[3].startswith("on rank 1: ")
 
 
+def _one_name_in_two_files(folder: str) -> str:
+    files = [f"{folder}/{name}.safetensors" for name in ("model", "part")]
+    with pytest.raises(CheckpointError) as caught:
+        zerograph.materialize(_meta(), init="reset_parameters", files=files)
+    return str(caught.value)
+
+
+def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    """Else the order of the files decides, as where an old whole file lies beside new parts."""
+    values = {n: v.clone() for n, v in build().state_dict().items() if n != "embed.weight"}
+    save_file(values, tmp_path / "model.safetensors")
+    save_file({"up.bias": values["up.bias"] + 1}, tmp_path / "part.safetensors")
+    (message,) = run(1, _one_name_in_two_files, str(tmp_path))
+    assert f"up.bias is in {tmp_path}/model.safetensors and in {tmp_path}/part.safetensors" in message
+    assert "hint: give the files of one checkpoint" in message
+
+
 LAYERS, WIDTH = 12, 1024
 LAYER = 4 * WIDTH**2
 

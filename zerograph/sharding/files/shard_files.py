@@ -62,14 +62,21 @@ def read_files(
 
 
 def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
-    """The open file of each name."""
+    """The open file of each name, which no other file may hold: else their order would choose the weights."""
     holders: dict[str, Any] = {}
+    paths: dict[str, str] = {}
     for path in files:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {path}: {error}", "give full safetensors files") from error
-        holders |= dict.fromkeys(file.keys(), file)
+        for name in file.keys():  # noqa: SIM118  # a file is no mapping
+            if name in paths:
+                raise CheckpointError(
+                    f"{name} is in {paths[name]} and in {path}",
+                    "give the files of one checkpoint, as its model.safetensors.index.json lists them",
+                )
+            holders[name], paths[name] = file, path
     return holders
 
 
