@@ -132,6 +132,17 @@ def test_export_restores_a_plain_model(world: int, form: str, tmp_path: Path) ->
         assert differing(full(restored), values) == []
 
 
+def test_export_keeps_the_mode_of_a_file_and_writes_through_links(tmp_path: Path) -> None:
+    path, link = tmp_path / "there" / "model.safetensors", tmp_path / "link.safetensors"
+    path.parent.mkdir()
+    path.touch(mode=0o600)
+    link.symlink_to(path)
+    zerograph.export(build(), link)
+    assert link.is_symlink() and load_file(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
 def _exports_that_fail(folder: str) -> list[str]:
     model, messages = build(), []
     compiled(model)

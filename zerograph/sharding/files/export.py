@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,8 @@ def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
     the plain model (``_orig_mod.`` is dropped). Tied tensors are stored once, under their first name; the file's
     metadata maps every other name to it, as ``safetensors.torch.save_model`` does, so that
     ``safetensors.torch.load_model`` and ``load_state_dict(load_file(path), strict=False)`` restore a plain model.
-    ``path`` is replaced at once when all is written, and left as it was when something fails.
+    ``path`` is replaced at once when all is written, and left as it was when something fails. A file that is there
+    keeps its mode, and a link goes on to name it.
 
     Works the same for a model that is not sharded.
 
@@ -139,8 +141,9 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # In the same folder: only within a file system does a rename replace a file at once.
-        self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        # Behind links, which stay. In the same folder: only within a file system does a rename replace a file at once.
+        self._target = Path(os.path.realpath(path))
+        self._partial = self._target.with_name(f".{self._target.name}.{os.getpid()}.partial")
         self._stream: IO[bytes] | None = None
 
     @contextlib.contextmanager
@@ -159,6 +162,8 @@ class _File:
             raise CheckpointError(f"cannot write {self.path}: it is a folder", f"{self.path / 'model.safetensors'}")
         with self._named():
             self._stream = self._partial.open("wb")
+            if self._target.exists():
+                shutil.copymode(self._target, self._partial)  # before there is anything to read in it
             _reserve(self._stream.fileno(), len(head) + size)
             self._stream.write(head)
 
@@ -175,7 +180,7 @@ class _File:
             # Before the rename: after a crash of the machine the name could else stand for an empty file.
             os.fsync(self._stream.fileno())
             self._stream.close()
-            self._partial.replace(self.path)
+            self._partial.replace(self._target)
 
     def discard(self) -> None:
         """Remove what was not committed."""
