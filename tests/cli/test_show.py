@@ -266,9 +266,9 @@ def test_an_export_that_cannot_be_written(plan: Path, monkeypatch: pytest.Monkey
         fake = sys.modules.get(f"zerograph.cli.export.{module}") or type(sys)(module)
         monkeypatch.setitem(sys.modules, f"zerograph.cli.export.{module}", fake)
         monkeypatch.setattr(fake, function, write, raising=False)
-    out = plan.with_name("out")
-    assert f"wrote {out}\n" == run(plan, "--memory-viz", out, "--graphml", out).stderr.splitlines(keepends=True)[0]
-    assert files == [out, out] and out.read_text() == "model.py:make"
+    out, other = plan.with_name("out"), plan.with_name("other")
+    assert run(plan, "--memory-viz", out, "--graphml", other).stderr == f"wrote {out}\nwrote {other}\n"
+    assert files == [out, other] and out.read_text() == "model.py:make"
     assert "error: cannot write" in run(plan, "--dot", plan.parent / "no" / "out", code=2).stderr
 
 
@@ -395,3 +395,15 @@ def test_the_most_important_reason_is_shown_and_the_others_counted() -> None:
     file = replace(plan_file(2), reasons=(*reasons, Reason("blocks.0", "use", "other"), reasons[0]))
     rows = {rows[0].name: rows[0].why for rows in grouped(file, "layer")}
     assert rows["blocks.0"] == "keep: 1 ms (and 1 more)" and rows["blocks.1"] == "keep: 2 ms"
+
+
+def test_no_file_is_written_over_another_one_of_the_call(plan: Path, tmp_path: Path) -> None:
+    before, link, page = plan.read_text(), tmp_path / "link", tmp_path / "page"
+    link.symlink_to(plan)
+    for option in EXPORTS:
+        assert f"--{option} would write over PLAN" in run(plan, f"--{option}", link, code=2).stderr
+    assert "--html would write over --svg" in run(plan, "--svg", page, "--html", page, code=2).stderr
+    record = tmp_path / "run.json"
+    record.write_text("")
+    assert "--html would write over --measured" in run(plan, "--measured", record, "--html", record, code=2).stderr
+    assert plan.read_text() == before and not page.exists()

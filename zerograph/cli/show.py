@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,17 +80,17 @@ def show(
     """
     if at is not None and measured is not None:
         raise click.UsageError("--at shows what the plan holds, --measured what a run did: give one of them")
-    # click gives options as Python names.
-    written = [name.replace("_", "-") for name, path in files.items() if path is not None]
+    written = [_option(name) for name, path in files.items() if path is not None]
     alone = [name for name in written if measured is not None and not EXPORTS[name][3]]
     if alone:
         raise click.UsageError(f"--{alone[0]} draws tensors, and --measured is of a run, which tells only their sum")
+    _refuse_overwriting({"PLAN": plan, "--measured": measured}, {_option(n): path for n, path in files.items()})
     file = read_plan(plan)
     beside = None if measured is None else _beside(file, read_run(measured))
     instant = None if at is None else moment(file, find_task(file, at))
     for name, path in files.items():
         if path is not None:
-            _export(name.replace("_", "-"), file, path, beside)
+            _export(_option(name), file, path, beside)
     if json_:
         click.echo(json.dumps(to_data(file, beside, by, top, instant), indent=2))
     elif instant is not None:
@@ -99,6 +100,18 @@ def show(
         summary.show_summary(file, beside)
         click.echo()
         _show_groups(file, beside, by, top)
+
+
+def _option(name: str) -> str:
+    """The name in :data:`EXPORTS`: click gives options as Python names."""
+    return name.replace("_", "-")
+
+
+def _refuse_overwriting(read: Mapping[str, Path | None], written: Mapping[str, Path | None]) -> None:
+    taken = {os.path.realpath(path): name for name, path in read.items() if path is not None}
+    for name, path in written.items():
+        if path is not None and (other := taken.setdefault(os.path.realpath(path), f"--{name}")) != f"--{name}":
+            raise click.UsageError(f"--{name} would write over {other}: give it another FILE")
 
 
 def _beside(file: PlanFile, run: Run) -> Beside:
