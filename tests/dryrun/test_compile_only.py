@@ -12,7 +12,7 @@ from models import GPT, MLP, ids
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.core.errors import UnsupportedError
+from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.core.program import Program
 from zerograph.dryrun.compile_only import compile_only, simulated_rank
 from zerograph.runtime.dtensors import own_slices
@@ -98,6 +98,18 @@ def test_a_model_without_a_backward_is_refused() -> None:
 def test_a_model_that_computes_nothing_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="nothing that could be compiled"):
         compile_only(lambda: (nn.Identity(), (3,)), world_size=2)
+
+
+def test_a_lazy_model_is_refused_before_its_first_call() -> None:
+    with pytest.raises(ShardingError, match=r"LazyLinear at the root has no shapes[^$]*hint: call the model once"):
+        compile_only(lambda: (nn.LazyLinear(3), (torch.ones(2, 6),)), world_size=2)
+
+    def called() -> tuple[nn.Module, Any]:
+        model = nn.LazyLinear(3)
+        model(torch.ones(1, 6))
+        return model, (torch.ones(2, 6),)
+
+    assert compile_only(called, world_size=2).frame.programs
 
 
 @pytest.mark.parametrize("batch", [2, 5])

@@ -40,6 +40,7 @@ from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.ranks import Ranks
 from zerograph.sharding.torch_private import errors_reach_users, map_tensors, tensors_of
+from zerograph.sharding.unsupported_modules import refuse_lazy
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ def compile_only(
         raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
     with without_gc(), simulated_rank(0, world_size):
         model, given = on_meta(make)
+        refuse_lazy([model])
         # Constants of the model's code are real tensors.
         params, mode = plain(model.parameters()), FakeTensorMode(allow_non_fake_inputs=True)
         adoption = _adopted(model, config, there)
