@@ -140,6 +140,13 @@ def test_a_module_does_not_move_to_another_kind_of_device() -> None:
         linear().to("meta")
 
 
+@pytest.mark.parametrize("around", [nn.Sequential, torch.compile])
+def test_shards_do_not_move_to_shared_memory(around: Callable[[nn.Module], nn.Module]) -> None:
+    """Which torch does without looking at a DTensor's storage: the process ends."""
+    with pytest.raises(ShardingError, match=r"up\.weight is sharded and cannot move to shared memory[^$]*hint: "):
+        around(linear()).share_memory()
+
+
 def test_full_values_are_loaded() -> None:
     module, values = linear(), {"weight": torch.full((2, 3), 5.0), "bias": torch.zeros(2)}
     held = module.weight

@@ -87,6 +87,12 @@ class ShardedModule:
         """
         params: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
         order = list(params)
+        # Known by its name: a method share_memory() here would not be that of a model around this module.
+        if self._zg_specs and getattr(fn, "__qualname__", "").startswith(f"{nn.Module.share_memory.__qualname__}."):
+            raise ShardingError(
+                f"parameter {next(iter(self._zg_specs.values())).name} is sharded and cannot move to shared memory",
+                "write the full model with zerograph.export(model, path), and read that in the other process",
+            )
         self._zg_settle()
         # Out of torch's sight meanwhile: it would replace these parameters, or refuse to.
         outward = {name: params.pop(name) for name in self._zg_specs}
