@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zerograph.api import Backend
 from zerograph.compiler import driver
-from zerograph.compiler.compilation import Compilation, Plain
+from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import _checked, _plan_and_prepare, compile_joint, to_program
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.lowering.segments import Callee
@@ -27,6 +27,7 @@ from zerograph.compiler.repetition.shorten import _Traced, joint_of
 from zerograph.compiler.shard_inputs import _exchanging
 from zerograph.compiler.torch_private import as_when_called, lazily_coded, simplify_joint, trace_and_split
 from zerograph.core.garbage import without_gc
+from zerograph.core.param_bytes import Plain
 from zerograph.graph.nodes import output_of
 from zerograph.runtime.executor.executor import Executor
 from zerograph.runtime.torch_private import local_tensor

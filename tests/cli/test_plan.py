@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -212,6 +213,32 @@ def test_a_model_that_is_given_by_its_sizes(tmp_path: Path) -> None:
 def test_sizes_that_tell_no_model(arguments: list[str], printed: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2 and printed in result.stderr and "hint: " in result.stderr, result.stderr
+
+
+def test_one_rank_alone_has_parameters_and_states_and_updates_them(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    values = 4 * sum(p.numel() for p in _made(model, "small").parameters())
+    for moments, loops in ((2, 1), (0, 1), (2, 2)):
+        given = ("--moments", str(moments), "--accumulate", str(loops), "-o", str(out))
+        result = run(f"{model}:small", "--seq", "64", *given)
+        assert result.exit_code == 0, result.stderr
+        file = PlanFile.from_json(out.read_text())
+        held = {h.kind: h.bytes for h in file.holdings if h.first == h.last == -1}
+        wanted = {"param": values, "state": moments * values, "gradient": (loops - 1) * values}
+        assert held == {kind: size for kind, size in wanted.items() if size}
+        update, rate = file.forecast.spans[-1], machine_named("h100-80gb").update
+        count = sum(1 for _ in _made(model, "small").parameters())
+        assert update.name == "optimizer update"
+        assert update.end - update.start == pytest.approx(
+            count * rate.latency + (3 + 2 * moments) * values / rate.rate, rel=1e-6
+        )
+        assert not check_file(file)
+    kinds = CliRunner().invoke(main, ["show", str(out), "--by", "kind"]).stdout
+    assert re.search("\nparam +", kinds) and re.search("\nstate +", kinds)
+
+
+def _made(model: Path, name: str) -> nn.Module:
+    return runpy.run_path(str(model))[name]()  # type: ignore[no-any-return]
 
 
 def test_what_does_not_fit_exits_with_1(model: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -13,17 +12,11 @@ from zerograph.compiler.agreement import Agreement
 from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.core.config import CutBy
 from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import Plain
 from zerograph.core.plan import Plan
 from zerograph.core.step import Step
 from zerograph.core.wire import Wires
 from zerograph.runtime.executor.executor import Runtime
-
-
-class Plain(NamedTuple):
-    """A parameter that stays the user's own, as on one rank: its bytes, and whether it is trained."""
-
-    bytes: int
-    trained: bool
 
 
 @dataclass(frozen=True, slots=True)

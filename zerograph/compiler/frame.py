@@ -6,10 +6,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zerograph.compiler.compilation import Compilation, Plain
+from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.torch_private import traced_code
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.files.planfile import PassRecord
+from zerograph.core.param_bytes import Plain
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.core.step import Step

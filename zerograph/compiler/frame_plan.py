@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.agreement import Agreement
-from zerograph.compiler.compilation import Plain
 from zerograph.compiler.room import Disk, room_on, rooms
 from zerograph.compiler.torch_private import float32_products
 from zerograph.core.config import ROOM, Config
@@ -28,7 +27,7 @@ from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import tiers_run
 from zerograph.core.layout import Layout
 from zerograph.core.machine import OFFLOAD_TIERS, TIER_NAMES, TIERS, Machine, Precision, Tier, is_disk, preset_for
-from zerograph.core.param_bytes import shard_bytes, state_bytes
+from zerograph.core.param_bytes import Plain, shard_bytes, state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS, Placement, Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds

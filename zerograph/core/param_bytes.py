@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from zerograph.core.placement import copy_tier
 from zerograph.core.plan import Placement
 from zerograph.core.step import ITEM_SIZE, Param
+
+
+class Plain(NamedTuple):
+    """A parameter that stays the user's own, as on one rank: its bytes, and whether it is trained."""
+
+    bytes: int
+    trained: bool
 
 
 def shard_bytes(param: Param) -> int:
@@ -90,4 +98,13 @@ def update_bytes(param: Param, states: int) -> int:
 
     The shard, its gradient and the ``states`` (bytes) are read, and all but the gradient written.
     """
-    return 3 * shard_bytes(param) + 2 * states
+    return _updated(shard_bytes(param), states)
+
+
+def plain_updates(params: Iterable[Plain], moments: int) -> tuple[int, ...]:
+    """The same of the user's own parameters that are trained, one by one."""
+    return tuple(_updated(p.bytes, p.bytes * moments) for p in params if p.trained)
+
+
+def _updated(values: int, states: int) -> int:
+    return 3 * values + 2 * states

@@ -30,6 +30,7 @@ from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import Machine
+from zerograph.core.param_bytes import Plain
 from zerograph.core.step import Dimension
 from zerograph.dryrun.inputs import Arguments, arguments, first_of
 from zerograph.dryrun.torch_private import BackendFailed, Ended, FakeTensorMode, simulate_group
@@ -53,6 +54,7 @@ class Compiled:
         tokens: tokens (or samples) that the model was given.
         searched: bytes that the plan was predicted to need, where it was searched for.
         states: bytes on the device between steps, per rank.
+        plain: the model's parameters where none is sharded: one rank keeps its own.
     """
 
     frame: Frame
@@ -60,6 +62,7 @@ class Compiled:
     tokens: int
     searched: int
     states: int
+    plain: tuple[Plain, ...] = ()
 
 
 def device_to_trace(asked: str | None, machine: Machine) -> str:
@@ -163,7 +166,8 @@ def compile_only(
         adoption.replace(_fake(model, mode, there))
         frame, joint = _traced(model, adoption, compilation, call, uncompiled)
         (compile_joint if programs else plan_joint)(frame, joint)
-        return Compiled(frame, config, _tokens(inputs), planner.searched, planner.states(frame.step, params))
+        states, own = planner.states(frame.step, params), () if adoption.params else params
+        return Compiled(frame, config, _tokens(inputs), planner.searched, states, own)
 
 
 def tracing(config: Config) -> dict[str, Any]:

@@ -217,7 +217,9 @@ def forecast_file(
     plan = replace(frame.plan, overlap="none")
     passes = [frame.programs["forward"], frame.programs["backward"]]
     left_out, adds = not_counted_of(frame.step), micro_batches > 1
-    found = forecast_programs(passes, plan, machine, moments=moments, adds=adds, also_not_counted=left_out)
+    found = forecast_programs(
+        passes, plan, machine, moments=moments, adds=adds, plain=compiled.plain, also_not_counted=left_out
+    )
     flops = sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
     rates = Rates.of(machine, plan)
     config = compiled.config

@@ -9,7 +9,7 @@ from functools import partial
 from zerograph.core.files.planfile import Holding
 from zerograph.core.files.runfile import Measured
 from zerograph.core.machine import Machine, is_disk
-from zerograph.core.param_bytes import sizes_of_states
+from zerograph.core.param_bytes import Plain, plain_updates, sizes_of_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.core.step import Step
@@ -18,7 +18,7 @@ from zerograph.core.units import format_bytes
 from zerograph.planner.profile.regions import Life, Profile
 from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.micro_batches import gradients_left
-from zerograph.planner.programs.placement import between_steps
+from zerograph.planner.programs.placement import between_steps, plain_between_steps
 from zerograph.planner.programs.process_memory import Resident, process_growth
 from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.updates import update_program, with_updates_inside
@@ -45,6 +45,7 @@ def forecast_programs(
     state_sizes: Mapping[str, int] | None = None,
     measured: Measured | None = None,
     adds: bool = False,
+    plain: Sequence[Plain] = (),
     also_not_counted: tuple[str, ...] = (),
 ) -> ProgramForecast:
     """Simulate ``programs`` (forward and backward of one frame, or one inference) on one rank of ``machine``.
@@ -54,18 +55,25 @@ def forecast_programs(
         state_sizes: where the optimizer is known, bytes that it keeps of each parameter that it updates, by name.
         measured: seconds that replace those that follow from the machine's rates.
         adds: there are gradients of earlier micro-batches.
+        plain: parameters that are in no bucket, as one rank keeps its own.
         also_not_counted: what the forecast leaves out, beside what all do.
     """
     rates = Rates.of(machine, plan)
     state_sizes = _state_sizes(plan, moments) if state_sizes is None else state_sizes
-    states = (*between_steps(plan, state_sizes, rates.staging), *(gradients_left(plan) if adds else ()))
+    states = (
+        *between_steps(plan, state_sizes, rates.staging),
+        *(gradients_left(plan) if adds else ()),
+        *plain_between_steps(plain, moments, adds=adds),
+    )
     step, last = tuple(programs), programs[-1]
     if last.kind == "backward":
         modelled = measured is None or updates_are_modelled(plan)
         inside: tuple[int, ...] = ()
         if modelled and plan.overlap == "backward":
             last, inside = with_updates_inside(last, plan, state_sizes, rates)
-        step = (*step[:-1], last, update_program(plan, state_sizes, rates if modelled else None, last, inside))
+        others = plain_updates(plain, moments)
+        update = update_program(plan, state_sizes, rates if modelled else None, last, inside, others)
+        step = (*step[:-1], last, update)
     left_out = NOT_COUNTED + also_not_counted
     forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=left_out)
     peak = forecast.peaks.get("device")

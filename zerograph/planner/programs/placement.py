@@ -15,6 +15,7 @@ from zerograph.core.files.planfile import Holding
 from zerograph.core.instructions import Update
 from zerograph.core.machine import OFFLOAD_TIERS, Tier, is_disk
 from zerograph.core.param_bytes import (
+    Plain,
     averaged_bytes,
     copy_bytes,
     gathered_bytes,
@@ -274,6 +275,20 @@ def between_steps(plan: Plan, state_sizes: Mapping[str, int], staging: Tier) -> 
     ring = ring_bytes(((b.placement, streamed(b.params)) for b in plan.buckets), staging)
     if ring:
         yield Holding("slots that states pass through", "temporary", staging, ring, -1, -1)
+
+
+def plain_between_steps(params: Sequence[Plain], moments: int, *, adds: bool) -> Iterator[Holding]:
+    """What one rank keeps of its own ``params``, which are in no bucket; with ``adds`` their gradients of earlier
+    micro-batches, too."""
+    trained = sum(p.bytes for p in params if p.trained)
+    found: list[tuple[str, Kind, int]] = [
+        ("all parameters", "param", sum(p.bytes for p in params)),
+        ("states of all parameters", "state", trained * moments),
+        ("gradients of all parameters", "gradient", trained * adds),
+    ]
+    for what, kind, size in found:
+        if size:
+            yield Holding(what, kind, "device", size, -1, -1)
 
 
 def device_update(buckets: Sequence[Sequence[Param]], host: Collection[int], state_sizes: Mapping[str, int]) -> Update:

@@ -211,13 +211,15 @@ def update_program(
     streams: Rates | None = None,
     backward: Program | None = None,
     inside: Sequence[int] = (),
+    others: tuple[int, ...] = (),
 ) -> Program:
     """The optimizer's update of the parameters in ``state_sizes``
     (:func:`~zerograph.core.param_bytes.sizes_of_states`).
 
     With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket, when what moves
     their gradients off the device in ``backward`` has ended; those ``inside`` of it are updated there.
-    Without, all of it is one instruction, as a recording sees it.
+    Without, all of it is one instruction, as a recording sees it. ``others`` are bytes of updates of parameters in no
+    bucket.
     """
     names, instructions = tuple(bucket.name for bucket in plan.buckets), list[Instruction]()
     registers, arrived = Registers(backward.contents if backward is not None else ()), dict[int, tuple[int, ...]]()
@@ -235,6 +237,7 @@ def update_program(
                 known, known.part(bucket), plan.update, placement, number, arrived.get(bucket, ()), -1
             )
     on_device = device_update([bucket.params for bucket in plan.buckets], [*offloaded, *inside], state_sizes)
+    on_device = replace(on_device, sizes=on_device.sizes + others)
     if on_device.sizes or not (offloaded or inside):
         last = streams is not None and streams.staging != "device"
         instructions.insert(len(instructions) if last else 0, on_device)  # as coarse programs have it
