@@ -317,7 +317,8 @@ def test_largest_resizes_the_inputs_that_a_model_brings(model: Path) -> None:
 
 
 def test_a_model_may_bring_its_inputs(model: Path) -> None:
-    assert run(f"{model}:with_inputs", "--world", "2").exit_code == 0
+    samples = run(f"{model}:with_inputs", "--world", "2")
+    assert samples.exit_code == 0 and " samples/s" in samples.stdout
     result = run(f"{model}:by_keyword", "--world", "2", "--json")
     assert result.exit_code == 0 and PlanFile.from_json(result.stdout).tokens == 32
 

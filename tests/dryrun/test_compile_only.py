@@ -120,7 +120,20 @@ def test_samples_are_counted_behind_a_number(batch: int) -> None:
 
     inputs = torch.tensor(0.5), torch.ones(2, 4)
     found = compile_only(lambda: (Scaled(4, 4), inputs), world_size=2, sizes={"batch": batch}, programs=False)
-    assert found.tokens == batch
+    assert (found.tokens, found.unit) == (batch, "samples")
+
+
+@pytest.mark.parametrize(
+    ("shape", "counted"), [((4, 3, 16, 16), (4, "samples")), ((4, 16, 8), (64, "tokens")), ((4, 8), (4, "samples"))]
+)
+def test_pixels_and_features_are_no_tokens(shape: tuple[int, ...], counted: tuple[int, str]) -> None:
+    class Pooled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float().flatten(1)[:, :4]).square().mean()
+
+    dtype = torch.uint8 if len(shape) == 4 else torch.float32
+    found = compile_only(lambda: (Pooled(4, 4), (torch.ones(shape, dtype=dtype),)), world_size=2, programs=False)
+    assert (found.tokens, found.unit) == counted
 
 
 def test_inputs_may_be_lists_and_dicts_of_tensors() -> None:

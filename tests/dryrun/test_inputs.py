@@ -28,6 +28,7 @@ def ids(*shape: int) -> torch.Tensor:
         ([torch.zeros(2, 7)], {"batch": 2}),
         ([torch.zeros(2, 7, 5)], {"batch": 2, "seq": 7}),
         ([torch.zeros(2, 3, 8, 8)], {"batch": 2}),
+        ([ids(2, 3, 8, 8)], {"batch": 2}),
         ([None, ids(4, 9), torch.zeros(2, 7, 5)], {"batch": 4, "seq": 9}),
     ],
 )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -32,7 +33,7 @@ from zerograph.core.garbage import without_gc
 from zerograph.core.machine import Machine
 from zerograph.core.param_bytes import Plain
 from zerograph.core.step import Dimension
-from zerograph.dryrun.inputs import Arguments, arguments, first_of
+from zerograph.dryrun.inputs import Arguments, arguments, sizes_of
 from zerograph.dryrun.torch_private import BackendFailed, Ended, FakeTensorMode, simulate_group
 from zerograph.dryrun.untraceable import explain_failure
 from zerograph.graph.costs import traced_size
@@ -51,7 +52,8 @@ class Compiled:
     Attributes:
         frame: its plan, its programs, and what passes did.
         config: the arguments of :func:`zerograph.backend`.
-        tokens: tokens (or samples) that the model was given.
+        tokens: that the model was given; samples, where these are no sequences.
+        unit: "tokens" or "samples".
         searched: bytes that the plan was predicted to need, where it was searched for.
         states: bytes on the device between steps, per rank.
         plain: the model's parameters where none is sharded: one rank keeps its own.
@@ -63,6 +65,7 @@ class Compiled:
     searched: int
     states: int
     plain: tuple[Plain, ...] = ()
+    unit: str = "tokens"
 
 
 def device_to_trace(asked: str | None, machine: Machine) -> str:
@@ -167,7 +170,9 @@ def compile_only(
         frame, joint = _traced(model, adoption, compilation, call, uncompiled)
         (compile_joint if programs else plan_joint)(frame, joint)
         states, own = planner.states(frame.step, params), () if adoption.params else params
-        return Compiled(frame, config, _tokens(inputs), planner.searched, states, own)
+        came = sizes_of(inputs)
+        tokens, unit = prod(came.values()) if came else 0, "tokens" if "seq" in came else "samples"
+        return Compiled(frame, config, tokens, planner.searched, states, own, unit)
 
 
 def tracing(config: Config) -> dict[str, Any]:
@@ -287,13 +292,6 @@ def on_meta(make: Callable[[], Any]) -> tuple[nn.Module, Any]:
     if isinstance(found, type):
         kind = f"the class {found.__name__}, not an instance of it"
     raise UnsupportedError(f"the model's function returned {kind}", "return an nn.Module, or (module, inputs)")
-
-
-def _tokens(inputs: Arguments) -> int:
-    first = first_of(inputs)
-    if first is None:
-        return 0
-    return first.numel() if not first.is_floating_point() else first.shape[0]
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def plan_file(
         step = movable(compiled.frame.step, world)
         return file_from_search(
             name, step, constraints, machine, moments=moments, reserve=reserve, tokens=compiled.tokens,
-            micro_batches=micro_batches,
+            unit=compiled.unit, micro_batches=micro_batches,
         )  # fmt: skip
     if options.get("stage") == "auto" or memory is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
@@ -235,6 +235,7 @@ def forecast_file(
         reasons=tuple(why),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
+        unit=compiled.unit,
         flops=flops,
         programs=found.programs,
         micro_batches=micro_batches,

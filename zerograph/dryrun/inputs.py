@@ -1,8 +1,9 @@
 """The inputs of a dry run: what the model brings or token ids, at the batch and the sequence that is asked for.
 
 Which dimensions are batch and sequence follows from the first tensor that is more than a number: its first dimension is
-the batch; the second is the sequence of token ids (whole numbers) and of vectors (floats with three dimensions). In the
-other tensors it is the dimensions of the same sizes: the first one for the batch, any later one for the sequence.
+the batch; the second is the sequence of token ids (whole numbers with two or three dimensions) and of vectors (floats
+with three). Images have four dimensions, and no sequence. In the other tensors it is the dimensions of the same sizes:
+the first one for the batch, any later one for the sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def arguments(given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int]) 
             raise UnsupportedError(
                 f"the model's inputs have no dimension that is taken for {name}",
                 "batch is the first dimension of the first tensor; sequence is the second one of token ids, or of "
-                "floats with three dimensions",
+                "a tensor with three dimensions",
             )
     resized = {id(x): _resized(x, came, sizes) for x in tensors_of(found)}
     return cast(Arguments, map_tensors(lambda x: resized[id(x)], found))
@@ -50,7 +51,7 @@ def sizes_of(inputs: Any) -> dict[Dimension, int]:
     found: dict[Dimension, int] = {}
     if first is not None:
         found["batch"] = first.shape[0]
-        if first.dim() == 3 or (first.dim() >= 2 and not first.is_floating_point()):
+        if first.dim() == 3 or (first.dim() == 2 and not first.is_floating_point()):
             found["seq"] = first.shape[1]
     return found
 

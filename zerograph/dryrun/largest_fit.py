@@ -211,7 +211,7 @@ def largest_file(
             raise plans.infeasible(found, budget)
         file = file_from_search(
             name, plans.step(found.value), plans.constraints, machine, moments=moments, reserve=reserve,
-            tokens=plans.steps.tokens[found.value],
+            tokens=plans.steps.tokens[found.value], unit=plans.steps.unit,
         )  # fmt: skip
         return LargestPlan(file, found, budget)
 

@@ -94,7 +94,7 @@ class Steps:
         """Take the step of ``compiled`` for the one at ``size``."""
         frame = compiled.frame
         self._known[size], self._outlines[size] = frame.step, outline(frame.step)
-        self.states, self.tokens[size] = compiled.states, compiled.tokens
+        self.states, self.tokens[size], self.unit = compiled.states, compiled.tokens, compiled.unit
 
     def _interpolated(self, size: int) -> Step | None:
         """The step at ``size`` by the traces nearest to it; None where too few of these do the same operations."""

@@ -100,7 +100,7 @@ def _tiles(file: PlanFile) -> list[str]:
     shown = f"{len(forecast.spans)} instructions" if file.micro_batches == 1 else f"{micro_batches(file)}, shown here"
     tiles = [_tile("Step time", picture_seconds(file.seconds), shown)]
     if file.tokens:
-        tiles.append(_tile("Tokens per second", f"{file.tokens_per_second:,.0f}", "all ranks"))
+        tiles.append(_tile(f"{file.unit.capitalize()} per second", f"{file.tokens_per_second:,.0f}", "all ranks"))
     if file.flops:
         tiles.append(_tile("Model FLOPs utilization", f"{file.model_flops_utilization:.1%}", f"of {of_peak(file)}"))
     tiles.append(_tile("Exposed communication", picture_seconds(exposed), share))

@@ -55,6 +55,7 @@ def as_data(file: PlanFile, beside: Beside | None) -> dict[str, Any]:
         "micro_batches": file.micro_batches,
         "earlier": file.earlier,
         "tokens_per_second": file.tokens_per_second,
+        "unit": file.unit,
         "model_flops_utilization": file.model_flops_utilization,
         "peak_flops": file.peak_flops,
         "budget": dict(file.budget),
@@ -133,7 +134,7 @@ def _speed(file: PlanFile, measured: Forecast | None) -> Iterator[str]:
     # A run has recorded one micro-batch, with its update.
     yield format_seconds(file.seconds) + _against(file.forecast.seconds, measured.seconds if measured else None)
     if file.tokens:
-        yield f"{_three_digits(file.tokens_per_second)} tokens/s"
+        yield f"{_three_digits(file.tokens_per_second)} {file.unit}/s"
     if file.flops:
         yield f"MFU {100 * file.model_flops_utilization:.1f}% of {of_peak(file)}"
 

@@ -25,7 +25,7 @@ from zerograph.core.step import Kind
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import is_number
 
-VERSION = 12
+VERSION = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ class PlanFile:
         holdings: what memory is used for.
         reasons: decisions, most important first.
         passes: what they did, in order.
-        tokens: tokens per rank and micro-batch; 0 when unknown.
+        tokens: tokens per rank and micro-batch, or samples; 0 when unknown.
+        unit: "tokens" or "samples".
         flops: operations of matrix products per rank and micro-batch.
         programs: of the step, which the forecast simulates: forward, backward and update.
         micro_batches: backwards before an update. The forecast is of the last of them, and of the update.
@@ -104,6 +105,7 @@ class PlanFile:
     reasons: tuple[Reason, ...] = ()
     passes: tuple[PassRecord, ...] = ()
     tokens: int = 0
+    unit: str = "tokens"
     flops: int = 0
     programs: tuple[Program, ...] = ()
     micro_batches: int = 1
@@ -117,7 +119,7 @@ class PlanFile:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks together."""
+        """Tokens, or samples, per second of all ranks together."""
         seconds = self.seconds
         return self.tokens * self.micro_batches * self.plan.ranks / seconds if seconds else 0.0
 
@@ -159,6 +161,7 @@ class PlanFile:
             "reasons": table(Reason, self.reasons),
             "passes": table(PassRecord, self.passes),
             "tokens": self.tokens,
+            "unit": self.unit,
             "flops": self.flops,
             "programs": programs_data(self.programs),
             "micro_batches": self.micro_batches,
@@ -197,6 +200,7 @@ class PlanFile:
             reasons=from_table(Reason, data["reasons"]),
             passes=from_table(PassRecord, data["passes"]),
             tokens=data["tokens"],
+            unit=data["unit"],
             flops=data["flops"],
             programs=programs_of(data["programs"]),
             micro_batches=data["micro_batches"],

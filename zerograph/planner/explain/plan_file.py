@@ -43,6 +43,7 @@ def file_from_search(
     moments: int = 2,
     reserve: float = 0.0,
     tokens: int = 0,
+    unit: str = "tokens",
     micro_batches: int = 1,
 ) -> PlanFile:
     """Search the plan of ``step`` that fits every tier of ``machine``, and forecast it from its schedule.
@@ -51,7 +52,7 @@ def file_from_search(
         name: of the model, for people.
         moments: tensors that the optimizer keeps per parameter.
         reserve: share of every tier to leave free.
-        tokens: of one rank's batch.
+        tokens, unit: of one rank's batch, which may be samples.
         micro_batches: batches before an update; the plan is that of one.
 
     Raises:
@@ -80,6 +81,7 @@ def file_from_search(
         forecast=forecast,
         holdings=holdings,
         tokens=tokens,
+        unit=unit,
         flops=sum(op.flops for op in step.ops),
         programs=snapshot(coarse_programs(scheduler, plan)),
     )
