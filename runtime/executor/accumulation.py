@@ -109,9 +109,9 @@ class GradientAccumulation:
         self._seen.clear()
         return name is not None and (left is None or not self._dropped(name, *left))
 
-    def hold(self, params: Sequence[Param], grads: Sequence[Tensor], comm: Communicator) -> list[Tensor | None]:
+    def hold(self, params: Sequence[Param], grads: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
         """Hold back those of ``grads`` that this backward adds to ``.grad``; returns for autograd negative zeros of the
-        shards' shapes in their places, and None in those of the others, which nobody asked for.
+        shards' shapes, also in the places of the others, which it throws away.
 
         Raises:
             UnsupportedError: ``torch.autograd.grad`` asks for one of them.
@@ -127,8 +127,8 @@ class GradientAccumulation:
                 "call torch.autograd.grad outside of no_sync() and before the freeze_step of OneBitAdam, or backward()",
             )
         added = [(p, grad) for p, grad, to in zip(params, grads, goes, strict=True) if to == "added"]
-        marks = iter(self.add([p for p, _ in added], [grad for _, grad in added], comm))
-        return [next(marks) if to == "added" else None for to in goes]
+        self._keep([p for p, _ in added], [grad for _, grad in added], comm)
+        return self._marks(params, comm)
 
     def _goes(self, params: Sequence[Param]) -> list[Goes]:
         direct = accumulated_directly()
@@ -136,12 +136,22 @@ class GradientAccumulation:
 
     def add(self, params: Sequence[Param], grads: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
         """Hold ``grads`` back; returns negative zeros of the shards' shapes for autograd."""
+        self._keep(params, grads, comm)
+        return self._marks(params, comm)
+
+    def _keep(self, params: Sequence[Param], grads: Sequence[Tensor], comm: Communicator) -> None:
         self._comm = comm
         totals = [self._with_held(p, g) for p, g in zip(params, grads, strict=True)]
         for param, total in zip(params, totals, strict=True):
             self._held.setdefault(param.name, {})[_rows(param)] = (param, total)
             self._follow(param.name)
-        return [_nothing(p, local_tensor(self._params[p.name]).device, comm) for p in params]
+
+    def _marks(self, params: Sequence[Param], comm: Communicator) -> list[Tensor]:
+        def mark(p: Param) -> Tensor:
+            device = local_tensor(self._params[p.name]).device
+            return torch.full(p.shard_shape(comm.rank), -0.0, dtype=torch_dtype(p.dtype), device=device)
+
+        return list(map(mark, params))
 
     def mark(self, name: str) -> Tensor:
         """The tensor for autograd in place of a gradient that is held back in tiles."""
@@ -394,11 +404,6 @@ def _mark_zeros(local: Tensor) -> None:
         local.masked_fill_(~local.any(), -0.0)
     elif not local.any():
         local.fill_(-0.0)
-
-
-def _nothing(param: Param, device: torch.device, comm: Communicator) -> Tensor:
-    shape = param.shard_shape(comm.rank)
-    return torch.full(shape, -0.0, dtype=torch_dtype(param.dtype), device=device)
 
 
 def _is_read_at_once(local: Tensor) -> bool:

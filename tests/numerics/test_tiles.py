@@ -278,6 +278,31 @@ def test_gradients_that_no_sync_holds_back(placement: Placement, tmp_path: Path)
     torch.testing.assert_close(tiled, untiled, rtol=1e-5, atol=1e-7)
 
 
+def _goes_nowhere(rank: Rank) -> list[Tensor]:
+    """Gradients that ``no_sync`` does not hold: of parameters that are not asked for, and of a frozen one."""
+    bias, weight = rank.params["head.bias"], rank.params["up.weight"]
+    with rank.backend.no_sync():
+        rank(torch.ones(2, 5, 24)).square().mean().backward(inputs=[bias])
+        assert all((p.grad is None) == (p is not bias) for p in rank.parameters())
+        loss = rank(torch.ones(2, 5, 24)).square().mean()
+        weight.requires_grad_(False)
+        loss.backward()
+        assert weight.grad is None
+        weight.requires_grad_(True)
+    backward(rank, 3)
+    return list(rank.gradients().values())
+
+
+@pytest.mark.parametrize("placement", [Placement(), NVME], ids=["here", "nvme"])
+def test_gradients_that_no_sync_does_not_hold(placement: Placement, tmp_path: Path) -> None:
+    options = {"path": str(tmp_path), "nvme": "8MiB"} if placement.offload_tiers else {}
+    tiled, untiled = (
+        trained(planned(tmp_path / f"{tiles}.json", 2, tiles, placement), 2, Net, _goes_nowhere, **options)
+        for tiles in (3, 1)
+    )
+    torch.testing.assert_close(tiled, untiled, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", [Placement(), NVME], ids=["here", "nvme"])
 def test_updates_inside_of_backwards(placement: Placement, tmp_path: Path) -> None:
