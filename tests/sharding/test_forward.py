@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from toy import Toy, adamw, build, compiled, train
 
 import zerograph
+from zerograph.core.errors import RankError
+from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding.unsharded import FORWARDS
 
 
@@ -240,6 +242,25 @@ def _errors() -> None:
 
 def test_an_exception_leaves_the_forward() -> None:
     run(2, _errors)
+
+
+def _fails(*_: object) -> None:
+    raise RankError("a rank is gone", "start again")
+
+
+def _unopened() -> None:
+    model, plain = copies(Reads, stage=2)
+    x = torch.ones(2, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UncompiledReads, "gather_all", _fails)
+        with pytest.raises(RankError, match="a rank is gone"):
+            model(x)
+    assert not FORWARDS.running and isinstance(model.child.weight, DTensor)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_a_forward_that_cannot_be_opened_is_left() -> None:
+    run(2, _unopened)
 
 
 class Waits(Reads):

@@ -33,8 +33,9 @@ skip_frame(inside)
 
 def _count(owner: type[nn.Module] | _Own, *args: Any, **kwargs: Any) -> Any:
     function = owner.forward
-    call = begin(args[0] if args and isinstance(args[0], nn.Module) else None, function, compiles_calls())
+    call = EagerForward(args[0] if args and isinstance(args[0], nn.Module) else None, function, compiles_calls())
     try:
+        begin(call)
         return end((args, kwargs), function(*args, **kwargs))
     finally:
         close(call)

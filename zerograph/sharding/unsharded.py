@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from zerograph.core.plan import Param
 from zerograph.core.units import format_bytes
+from zerograph.graph.torch_private import skip_frame
 from zerograph.runtime import delayed
 from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.torch_private import local_tensor
@@ -56,6 +57,9 @@ class EagerForward:
     def __init__(self, module: nn.Module | None, function: Callable[..., Any], compiles: bool) -> None:
         self.module, self.function, self.compiles = module, function, compiles
         self.opened: Unsharded | None = None
+
+
+skip_frame(EagerForward.__init__)
 
 
 class _Forwards(threading.local):
@@ -215,16 +219,15 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, Unsharded] = weakref.WeakKeyDiction
 
 
 @torch.compiler.disable
-def begin(module: nn.Module | None, function: Callable[..., Any], compiles: bool) -> EagerForward:
-    """A forward begins, the innermost one from now on."""
-    running, call = FORWARDS.running, EagerForward(module, function, compiles)
+def begin(call: EagerForward) -> None:
+    """A forward begins, the innermost one from now on, until it is closed: also where this raises, as a gather may."""
+    running = FORWARDS.running
     running.append(call)
     if _may_open(running):
-        if module in _KNOWN:
+        if call.module in _KNOWN:
             _open(call)
         else:
-            _open_uncompiled(running[:-1], call, compiles)
-    return call
+            _open_uncompiled(running[:-1], call, call.compiles)
 
 
 @torch.compiler.disable
