@@ -93,7 +93,7 @@ class States:
 
         def kept(slot: str, value: Tensor | None, dtype: torch.dtype, fill: float) -> Tensor:
             if place is not None and store is not None:
-                return on_nvme(store, self._optimizer, place, slot, value, param, dtype, fill)
+                return on_nvme(store, self._optimizer, place, slot, value, param, name, dtype, fill)
             value = torch.full_like(param, fill, dtype=dtype) if value is None else value
             return _fitted(value, param, dtype, f"{slot} of {name}")
 
@@ -127,15 +127,16 @@ class States:
 
 
 def on_nvme(
-    store: ShardStore, owner: Optimizer, place: StatePlace, name: str, value: Tensor | None, param: Tensor,
-    dtype: torch.dtype, fill: float,
+    store: ShardStore, owner: Optimizer, place: StatePlace, slot: str, value: Tensor | None, param: Tensor, name: str,
+    dtype: torch.dtype, fill: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """State ``value`` that ``owner`` keeps of ``param`` on NVMe, where it is made, of ``fill``, when there is none."""
-    if value is not None and value.dtype == dtype and store.states.holds(owner, place, name, local_tensor(value)):
+    """State ``value`` that ``owner`` keeps of ``param`` on NVMe, where it is made, of ``fill``, when there is none;
+    errors say ``name``, which is the parameter's."""
+    if value is not None and value.dtype == dtype and store.states.holds(owner, place, slot, local_tensor(value)):
         return value
-    stored = store.states.of(owner, place, name, dtype, local_tensor(param), fill)
+    stored = store.states.of(owner, place, slot, dtype, local_tensor(param), fill)
     if value is not None:
-        stored.copy_(local_tensor(_fitted(value, param, dtype, f"{name} of a parameter")))
+        stored.copy_(local_tensor(_fitted(value, param, dtype, f"{slot} of {name}")))
     return placed_as(stored, param)
 
 

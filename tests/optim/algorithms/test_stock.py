@@ -8,7 +8,7 @@ import pytest
 import torch
 from optim.test_stream import params_of, stored
 
-from zerograph.core.errors import UnsupportedError
+from zerograph.core.errors import CheckpointError, UnsupportedError
 from zerograph.optim.algorithms.stock import make_states
 
 
@@ -48,3 +48,13 @@ def test_others_are_refused_with_what_to_use(tmp_path: Path) -> None:
     for optimizer in (torch.optim.RMSprop(params.values()), torch.optim.SGD(params.values(), momentum=0.9)):
         with pytest.raises(UnsupportedError, match=f"{type(optimizer).__name__} cannot keep its states on NVMe"):
             make_states(optimizer, store)
+
+
+@pytest.mark.parametrize(("named", "name"), [(True, "p1"), (False, "1 of its group")])
+def test_a_state_of_another_shape_is_told_with_its_parameter(named: bool, name: str, tmp_path: Path) -> None:
+    params = params_of([10, 20])
+    store = stored(params, 1, tmp_path)
+    optimizer = torch.optim.AdamW(params.items() if named else params.values())
+    optimizer.state[params["p1"]] = {"exp_avg": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match=rf"exp_avg of parameter {name} has shape \(3,\), its parameter \(20,\)"):
+        make_states(optimizer, store)

@@ -15,6 +15,7 @@ from zerograph.optim.algorithms.adagrad import ADAGRAD
 from zerograph.optim.algorithms.adam import ADAM
 from zerograph.optim.algorithms.sgd import MOMENTUM
 from zerograph.optim.states import on_nvme
+from zerograph.optim.tensors import names_in
 from zerograph.runtime.offload.blocks import StatePlace
 from zerograph.runtime.offload.shards import ShardStore
 
@@ -30,34 +31,38 @@ def make_states(optimizer: Optimizer, store: ShardStore) -> None:
     """
     places = store.locations.places()
     for group in optimizer.param_groups:
-        for param in group["params"]:
+        names = names_in(group)
+        for index, param in enumerate(group["params"]):
             # A closure brings gradients only later: what it has then made is offloaded before the next step.
             if id(param) in places and (param.grad is not None or param in optimizer.state):
-                _make(optimizer, group, param, store, places[id(param)])
+                name = f"parameter {names.get(id(param), f'{index} of its group')}"
+                _make(optimizer, group, param, name, store, places[id(param)])
 
 
-def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: ShardStore, place: StatePlace) -> None:
-    names = _names(optimizer, group)
-    if not names:
+def _make(
+    optimizer: Optimizer, group: dict[str, object], param: Tensor, name: str, store: ShardStore, place: StatePlace
+) -> None:
+    slots = _slots(optimizer, group)
+    if not slots:
         return  # an empty dict in `state` would count as one
     state = optimizer.state[param]
-    for name in names:
-        value = state.get(name)
+    for slot in slots:
+        value = state.get(slot)
         dtype = param.dtype if value is None else value.dtype
-        state[name] = on_nvme(store, optimizer, place, name, value, param, dtype, 0.0)
+        state[slot] = on_nvme(store, optimizer, place, slot, value, param, name, dtype)
     if "step" not in state and not isinstance(optimizer, Adagrad):
         double = torch.get_default_dtype() == torch.float64 and not group["fused"]
         # As torch has it for parameters on the host, whatever the default device.
         state["step"] = torch.tensor(0.0, dtype=torch.float64 if double else torch.float32, device="cpu")
 
 
-def _names(optimizer: Optimizer, group: dict[str, object]) -> tuple[str, ...]:
+def _slots(optimizer: Optimizer, group: dict[str, object]) -> tuple[str, ...]:
     known = _KNOWN.get(type(optimizer))  # subclasses may keep more
-    names = known.slots(group) if known is not None else ()
+    slots = known.slots(group) if known is not None else ()
     # A state that starts from a gradient is made with the first one.
-    if known is None or (names and known.starts_from_gradient):
+    if known is None or (slots and known.starts_from_gradient):
         raise UnsupportedError(
             f"{type(optimizer).__name__} cannot keep its states on NVMe: ZeroGraph does not know which it makes",
             "use zerograph.optim, or AdamW, Adam or Adagrad of torch.optim, or train without offload",
         )
-    return names
+    return slots
