@@ -338,6 +338,13 @@ class Step:
     whole_batches: tuple[tuple[str, str], ...] = ()
     derived: dict[type, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
+    def movable(self, ranks: int) -> Step:
+        """The same step with parameters that can leave the device: one rank's are unsharded, and are its shards."""
+        if ranks > 1:
+            return self
+        homes = (Layout.home(1, sharded=bool(p.shape)) for p in self.params)
+        return replace(self, params=tuple(replace(p, home=home) for p, home in zip(self.params, homes, strict=True)))
+
     def over(self, ranks: int) -> Step:
         """The same step with its parameters over so many ranks; as it is where these cannot divide its experts."""
         laid = all(param.home.ranks * param.experts == ranks for param in self.params)

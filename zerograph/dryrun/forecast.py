@@ -10,10 +10,8 @@ from zerograph.core.config import FOLDERS, Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import tiers_run
 from zerograph.core.files.planfile import PlanFile
-from zerograph.core.layout import Layout
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload, Overlap, Update
-from zerograph.core.step import Step
 from zerograph.dryrun.compile_only import Compiled, compile_only, tracing
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.plan_file import file_from_search
@@ -99,7 +97,7 @@ def plan_file(
             make, world_size=world, batch=batch, seq=seq, repeat_layers=repeat_layers, programs=False, searched=True,
             moments=moments, dtype=compute, device=device, **tracing(config),
         )  # fmt: skip
-        step = movable(compiled.frame.step, world)
+        step = compiled.frame.step.movable(world)
         return file_from_search(
             name, step, constraints, machine, moments=moments, reserve=reserve, tokens=compiled.tokens,
             unit=compiled.unit, micro_batches=micro_batches,
@@ -151,13 +149,6 @@ def torch_compute_dtype(dtype: str | None, world: int, offload: Offload | Litera
     if dtype is None:
         return torch.float32 if world == 1 and offload != "none" else None
     return getattr(torch, dtype)
-
-
-def movable(step: Step, world: int) -> Step:
-    """``step`` with parameters that can leave the device: one rank's are unsharded, and are its shards."""
-    if world > 1:
-        return step
-    return replace(step, params=tuple(replace(p, home=Layout.home(1, sharded=bool(p.shape))) for p in step.params))
 
 
 def refuse_offload(

@@ -15,7 +15,7 @@ from zerograph.core.plan import Offload, Overlap, Update
 from zerograph.core.step import Dimension, Step
 from zerograph.core.units import format_bytes
 from zerograph.dryrun.compile_only import Compiled, compile_only, tracing
-from zerograph.dryrun.forecast import forecast_file, movable, refuse_offload, torch_compute_dtype
+from zerograph.dryrun.forecast import forecast_file, refuse_offload, torch_compute_dtype
 from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.infeasible import infeasible
@@ -61,7 +61,7 @@ class Probe:
     def step(self, size: int) -> Step:
         """The step at ``size``, with parameters that can leave the device where plans may offload."""
         step = self.steps.at(size)
-        return step if self.constraints.offload == "none" else movable(step, self.constraints.world_size)
+        return step if self.constraints.offload == "none" else step.movable(self.constraints.world_size)
 
     def search(self, size: int) -> Search:
         """The plans at ``size``."""

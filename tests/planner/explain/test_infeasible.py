@@ -170,6 +170,18 @@ def test_twice_the_ranks_share_one_host() -> None:
     assert "world size 8: 129 MiB less, not enough alone" in error.hint
 
 
+def test_one_rank_offloads_its_parameters_where_the_step_has_them() -> None:
+    whole = of_kinds(step_of([Layer(rows=2**20, stream=1024, inside=4096)] * 8), [(False, True)] * 8).over(1)
+    search = Search(whole, Constraints(3, 1), MACHINE)
+    budget: dict[Tier, int] = {"device": search.smallest.peak // 2, "host": 2**40, "nvme": 2**40}
+    hint = infeasible(search, whole, MACHINE, budget).hint
+    assert re.search(r'offload="parameters", tier="host"[^:]*: [^;]*, then it fits', hint) and "trace" not in hint
+    ops = (replace(op, params=()) for op in whole.ops if not op.name.startswith("grad"))
+    own = replace(whole, params=(), ops=tuple(ops))  # as without a compute dtype
+    hint = infeasible(Search(own, Constraints(3, 1), MACHINE, states=2**30), own, MACHINE, 2**29).hint
+    assert 'offload="optimizer"' not in hint and 'offload="auto", which takes a trace of its own' in hint
+
+
 def test_stage_0_shards_where_it_is_asked_to() -> None:
     step = of_kinds(step_of([Layer(rows=2**20, stream=1024, inside=4096)] * 4), [(False, True)] * 4)
     error = infeasible(Search(step, Constraints(0, 8), MACHINE), step, MACHINE, 40 * 2**20)

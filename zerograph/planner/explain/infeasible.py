@@ -78,6 +78,9 @@ def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> 
         _turn(change, search, machine, closest.peaks[short], short) for change in changes(search, step, machine, budget)
     ]
     lines = [str(remedy) for remedy in ranked(found)]
+    offloads = any(other.offload != "none" for _, other in _placements(search.constraints, machine))
+    if offloads and _keeps_its_own(step, search.constraints):
+        lines.append('offload="auto", which takes a trace of its own (zerograph plan --offload auto)')
     tiers = [short, *(i for i, peak in enumerate(closest.peaks) if peak > most[i] and i != short)]
     lines.append(" and ".join(_more(TIERS[i], closest.peaks[i] - most[i]) for i in tiers))
     needs = ", and ".join(_need(search, closest, i, most[i]) for i in tiers)
@@ -130,15 +133,24 @@ def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Ite
     """Every single change of what the user fixed, of the batch, and of the world."""
     constraints, states = search.constraints, search.states
     step = step.over(constraints.world_size)
+    movable = step.movable(constraints.world_size)
     for text, changed in (*_fixed(constraints), *_placements(constraints, machine)):
+        leaves = changed.offload != "none"
+        if leaves and _keeps_its_own(step, constraints):
+            continue  # no parameter of the step is there that could leave
         known = search.variants if same_variants(changed, constraints) else ()
-        yield Change(text, step, changed, budget, states, known)
+        yield Change(text, movable if leaves else step, changed, budget, states, known)
     if constraints.stage == 0 and constraints.world_size > 1:
         yield _sharded(search, step, budget)
     elif constraints.stage != 0:
         yield _wider(search, step, machine, budget)
     halved = [variant._replace(profile=_halved(variant.profile)) for variant in search.variants]
     yield Change("half the batch, if activations shrink with it", step, constraints, budget, states, halved)
+
+
+def _keeps_its_own(step: Step, constraints: Constraints) -> bool:
+    """Whether one rank's parameters are the user's own, in no graph that could move them."""
+    return constraints.world_size == 1 and not step.params
 
 
 def _fixed(constraints: Constraints) -> Iterator[tuple[str, Constraints]]:
