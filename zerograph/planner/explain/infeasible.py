@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerograph.core.errors import InfeasibleError
+from zerograph.core.executable import tiers_run
 from zerograph.core.files.planfile import Holding
 from zerograph.core.garbage import without_gc
 from zerograph.core.layout import Layout, split_dimension
@@ -29,8 +30,6 @@ from zerograph.planner.search.decisions import all_decisions, first
 from zerograph.planner.search.search import Search
 from zerograph.planner.search.search_space import Candidate, limits, overrun
 from zerograph.planner.search.variants import BUCKET_SIZES, Variant, same_variants, spaces_of, variants_of
-
-_PLANNED = " (can be planned, not run yet)"
 
 Budget = int | Mapping[Tier, int]
 
@@ -224,13 +223,9 @@ def _half(work: Work) -> Work:
 
 
 def _placements(constraints: Constraints, machine: Machine) -> Iterator[tuple[str, Constraints]]:
-    """Every other offload, to each tier there is, and tiles; with a note where the plan need not be executable."""
+    """Every other offload, to each tier that backends of the machine run, and tiles."""
     if constraints.offload == "none" and not constraints.tiles and constraints.sharding == 3:
-        runs = constraints.executable is not None
-        yield (
-            "tile= for large linear layers" if runs else "tiling of large operators" + _PLANNED,
-            replace(constraints, tile=True),
-        )
+        yield "tile= for large linear layers", replace(constraints, tile=True)
     if constraints.executable is not None and constraints.saved is None and constraints.offload != "auto":
         for tier in constraints.executable:
             if machine.capacity(tier, constraints.ranks):
@@ -245,16 +240,15 @@ def _placements(constraints: Constraints, machine: Machine) -> Iterator[tuple[st
         yield 'token_tiles="auto"', replace(constraints, tokens="auto")
     if constraints.offload == "auto":
         if constraints.executable is None and constraints.tier is not None:
-            yield "offload to any tier" + _PLANNED, replace(constraints, tier=None)
+            yield "offload to any tier", replace(constraints, tier=None)
         return
     kinds: list[Offload] = [kind for level, kind in enumerate(OFFLOADS) if 0 < level <= constraints.sharding]
-    for tier in TIERS[1:]:
-        run = constraints.executable is not None and tier in constraints.executable
+    for tier in tiers_run(machine):
+        # A folder that is not given yet may be given.
+        runs = None if constraints.executable is None else (*constraints.executable, tier)
         for kind in kinds if machine.capacity(tier, constraints.ranks) else ():
             if (kind, tier) != (constraints.offload, constraints.tier) and not (
                 constraints.offload == kind and constraints.tier is None
             ):
-                other = replace(
-                    constraints, offload=kind, tier=tier, executable=constraints.executable if run else None
-                )
-                yield f'offload="{kind}", tier="{tier}"' + ("" if run else _PLANNED), other
+                other = replace(constraints, offload=kind, tier=tier, executable=runs)
+                yield f'offload="{kind}", tier="{tier}"', other
