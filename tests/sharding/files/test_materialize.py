@@ -5,6 +5,7 @@ Tests ``sharding/files/shard_files.py`` and ``sharding/files/room.py``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -333,6 +334,28 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
     (message,) = run(1, _one_name_in_two_files, str(tmp_path))
     assert f"up.bias is in {tmp_path}/model.safetensors and in {tmp_path}/part.safetensors" in message
     assert "hint: give the files of one checkpoint" in message
+
+
+def _part_of_a_download(folder: str) -> list[str]:
+    messages = []
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as caught:
+            zerograph.materialize(_meta(), init="reset_parameters", files=sorted(Path(folder).glob("*.safetensors")))
+        messages.append(str(caught.value))
+        Path(folder, "model.safetensors.index.json").write_text('{"weight')
+    return messages
+
+
+def test_a_download_that_lacks_files_of_its_index_is_refused(tmp_path: Path) -> None:
+    """Else init= fills the rest, as if no file were to hold it."""
+    values = build().state_dict()
+    save_file({"up.bias": values["up.bias"]}, tmp_path / "model-1-of-2.safetensors")
+    index = {"weight_map": {"up.bias": "model-1-of-2.safetensors", "up.weight": "model-2-of-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (messages,) = run(1, _part_of_a_download, str(tmp_path))
+    assert "model.safetensors.index.json lists 1 missing files (model-2-of-2.safetensors)" in messages[0]
+    assert "hint: download the rest" in messages[0]
+    assert "cannot read" in messages[1] and "hint: download it again" in messages[1]
 
 
 LAYERS, WIDTH = 12, 1024

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +67,7 @@ def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
     """The open file of each name, which no other file may hold: else their order would choose the weights."""
     holders: dict[str, Any] = {}
     paths: dict[str, str] = {}
+    _refuse_partial_download(files)
     for path in files:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
@@ -78,6 +81,22 @@ def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
                 )
             holders[name], paths[name] = file, path
     return holders
+
+
+def _refuse_partial_download(files: Sequence[str]) -> None:
+    """Look for the files that are listed beside ``files``, in the index of a checkpoint of several."""
+    given = {Path(path) for path in files}
+    for folder in sorted({path.parent for path in given}):
+        index = folder / "model.safetensors.index.json"
+        if not index.is_file():
+            continue
+        try:
+            listed = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        except (OSError, ValueError, LookupError) as error:
+            raise CheckpointError(f"cannot read {index}: {error!r}", "download it again, or remove it") from error
+        absent = sorted(path.name for path in listed - given if not path.exists())
+        if absent and not listed.isdisjoint(given):
+            raise CheckpointError(f"{index} lists {_some('missing files', absent)}", "download the rest")
 
 
 def _match(slots: Sequence[UnmadeTensor], holders: dict[str, Any], strict: bool) -> dict[int, tuple[Any, str]]:
