@@ -162,6 +162,20 @@ def test_states_that_one_stage_asks_for_let_no_other_wait() -> None:
     assert len(without) == 3  # of the last stage
 
 
+def _holds_none_of_its_stage() -> float:
+    """An optimizer of one stage holds other parameters, as of a stage that is frozen."""
+    training = Training(Case(optimizer=native, once=True))
+    optimizer: Any = native(nn.Linear(2, 2)) if training.first else training.optimizer
+    optimizer.stages = training.mesh["pp"].get_group()
+    training.backward(0)
+    optimizer.step(clip=CLIP)
+    return optimizer.grad_norm
+
+
+def test_all_stages_add_up_alike_whatever_their_optimizers_hold() -> None:
+    assert len(set(run(WORLD, _holds_none_of_its_stage, timeout=30))) == 1
+
+
 def _wrong() -> tuple[str, str]:
     training = Training(Case(optimizer=native, once=True))
     training.backward(0)

@@ -123,8 +123,8 @@ class OptimizerCheck:
             averages = optimizer.takes_local_gradients and self._holds_own(optimizer)
             if averages or any(map(is_sharded, self._own(optimizer))):
                 optimizer.communicator = weakref.ref(ranks)
-        if isinstance(optimizer, HostOptimizer) and optimizer.stages is not None:
-            optimizer.pipelines = self._steps.pipelines_of(optimizer) or optimizer.pipelines  # or another backend's
+        if isinstance(optimizer, HostOptimizer) and optimizer.stages in self._steps.pipelines:
+            optimizer.pipelines = self._steps.pipelines  # whatever it holds: all stages add up alike
         if self._holds_own(optimizer):
             if moving_groups(optimizer.param_groups):
                 self._complete()

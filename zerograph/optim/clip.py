@@ -21,7 +21,6 @@ from zerograph.runtime.comm.collectives import sum_over_ranks
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.dtensors import Groups, groups_of_ranks, is_partial, split_over
 from zerograph.runtime.executor import late_gradients
-from zerograph.runtime.executor.residency import Pipeline
 from zerograph.runtime.joined import shards_of
 from zerograph.runtime.torch_private import group_device, local_tensor
 
@@ -103,22 +102,26 @@ def require_stages(stages: object) -> None:
 
 
 def over_stages(
-    total: Tensor,
-    stages: dist.ProcessGroup,
-    groups: Iterable[dist.ProcessGroup],
-    largest: bool = False,
-    pipeline: Pipeline | None = None,
+    total: Tensor, stages: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup], largest: bool = False
 ) -> Tensor:
     """``total``, one number, added up over ``stages``, or the ``largest`` of theirs. All of them call this, also one
     without gradients, or with some on another device or of another dtype.
 
     Args:
         groups: over which ``total`` was added up before.
-        pipeline: adds up in place of torch's all-reduce, where an error of one of ``stages`` ends the others' waits.
 
     Raises:
-        RankError: the ``pipeline`` ended.
         ConfigError: ``stages`` shares ranks with one of ``groups``, which would count more than once.
+    """
+    require_one_of_each(stages, groups)
+    there = total.to(group_device(stages), torch.float64)
+    dist.all_reduce(there, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stages)
+    return there.to(total.device)
+
+
+def require_one_of_each(stages: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raises:
+    ConfigError: ``stages`` has several ranks of one of ``groups``, over which one stage is split.
     """
     ranks = set(dist.get_process_group_ranks(stages))
     for group in groups:
@@ -126,12 +129,6 @@ def over_stages(
         require(
             twice < 2, f"stages has {twice} ranks that share one stage, whose norm would count {twice} times", _STAGES
         )
-    there = total.to(group_device(stages), torch.float64)
-    if pipeline is not None:
-        pipeline.add_up(there)
-    else:
-        dist.all_reduce(there, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stages)
-    return there.to(total.device)
 
 
 _STAGES = 'give the ranks along the pipeline alone, for example mesh["pp"].get_group()'
