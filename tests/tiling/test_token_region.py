@@ -9,6 +9,8 @@ import pytest
 import torch
 from graphs import Builder
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zerograph.tiling.cuts import Cut, Mixes
 from zerograph.tiling.token_region import region_of
@@ -174,6 +176,14 @@ def at_a_size(b: Builder, logits: fx.Node) -> fx.Node:
     return b.call(aten.slice.Tensor, viewed(b, logits), 1, 0, end)
 
 
+def with_unknown_tokens(b: Builder, logits: fx.Node) -> fx.Node:
+    mask = b.input("mask", TOKENS, WORDS)
+    masked = b.call(aten.mul.Tensor, logits, mask)
+    dynamic = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    mask.meta["val"] = dynamic.from_tensor(torch.empty(TOKENS, WORDS))
+    return b.call(aten.sum.dim_IntList, masked, [1])
+
+
 def turned_around(b: Builder, logits: fx.Node) -> fx.Node:
     return b.call(aten.permute.default, viewed(b, logits), [1, 0, 2])
 
@@ -254,6 +264,7 @@ def two_results(b: Builder, logits: fx.Node) -> fx.Node:
         (written_among, "writes some tokens among others"),
         (not_zero_outside, "reads more tokens than a slice of the logits keeps"),
         (at_a_size, "slices at places that are not known"),
+        (with_unknown_tokens, "has a number of tokens that is not known before it runs"),
         (turned_around, "puts sequence before batch"),
         (summed_up, "is not known to treat every token by itself"),
         (parts, "makes several tensors"),

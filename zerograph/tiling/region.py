@@ -209,7 +209,9 @@ class Growth:
             return
         places, window = math.prod(cut.sizes(shape_of(made))), self.region.window
         counts = (self.region.count,) if window is None else (window.all, window.count)
-        if not isinstance(places, int) or places not in counts:
+        if not isinstance(places, int):
+            raise Mixes(node, "has a number of {}s that is not known before it runs")
+        if places not in counts:
             raise Mixes(node, "repeats {}s")
 
     def makes(self, node: fx.Node, source: fx.Node, cut: Cut) -> bool:
