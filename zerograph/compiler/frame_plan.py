@@ -421,8 +421,7 @@ def machine_of(config: Config, device: torch.device) -> Machine:
 
 def _precision() -> Precision:
     """The precision of float32 products on CUDA."""
-    cuda, _, everywhere = float32_products()
-    return "high" if (cuda if cuda != "none" else everywhere) == "tf32" else "highest"
+    return "high" if float32_products()[0] == "tf32" else "highest"
 
 
 def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:

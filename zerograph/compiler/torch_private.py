@@ -428,13 +428,12 @@ def simplify_joint(gm: fx.GraphModule) -> None:
         joint_graph_passes(gm)
 
 
-def float32_products() -> tuple[str, str, str]:
-    """How torch computes float32 products, by the newer of its two settings, which knows of both: on CUDA, on CPUs, and
-    where nothing else is set. ``torch.get_float32_matmul_precision`` raises where the newer one was used. Seen in 2.11,
-    2.13.
+def float32_products() -> tuple[str, str]:
+    """How torch computes float32 products, by the newer of its two settings, which knows of both: on CUDA, on CPUs.
+    ``torch.get_float32_matmul_precision`` raises where the newer one was used. Seen in 2.11, 2.13.
     """
     backends: Any = torch.backends  # torch does not type its settings
-    return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision, backends.fp32_precision
+    return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
 
 
 def never_constant_fold(operator: Any) -> None:

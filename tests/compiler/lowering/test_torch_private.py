@@ -52,6 +52,7 @@ def products() -> Iterator[Sequence[Any]]:
 
     unset()
     yield settings
+    torch.set_float32_matmul_precision("highest")  # it sets the newer ones, too
     unset()
 
 
