@@ -12,6 +12,7 @@ from zerograph.core.executable import tiers_run
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload, Overlap, Update
+from zerograph.core.timeline import NOT_COUNTED
 from zerograph.dryrun.compile_only import Compiled, compile_only, tracing
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.plan_file import file_from_search
@@ -207,9 +208,9 @@ def forecast_file(
     # The optimizer decides where its updates run, and the forecast of programs has them behind the backward.
     plan = replace(frame.plan, overlap="none")
     passes = [frame.programs["forward"], frame.programs["backward"]]
-    left_out, adds = not_counted_of(frame.step), micro_batches > 1
+    left_out, adds = NOT_COUNTED + not_counted_of(frame.step), micro_batches > 1
     found = forecast_programs(
-        passes, plan, machine, moments=moments, adds=adds, plain=compiled.plain, also_not_counted=left_out
+        passes, plan, machine, moments=moments, adds=adds, plain=compiled.plain, not_counted=left_out
     )
     flops = sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
     rates = Rates.of(machine, plan)

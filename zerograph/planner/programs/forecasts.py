@@ -14,7 +14,7 @@ from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.core.step import Step
 from zerograph.core.timeline import NOT_COUNTED, Forecast
-from zerograph.core.units import format_bytes
+from zerograph.core.units import counted, format_bytes
 from zerograph.planner.profile.regions import Life, Profile
 from zerograph.planner.programs.coarse import coarse_programs
 from zerograph.planner.programs.micro_batches import gradients_left
@@ -46,7 +46,7 @@ def forecast_programs(
     measured: Measured | None = None,
     adds: bool = False,
     plain: Sequence[Plain] = (),
-    also_not_counted: tuple[str, ...] = (),
+    not_counted: tuple[str, ...] = NOT_COUNTED,
 ) -> ProgramForecast:
     """Simulate ``programs`` (forward and backward of one frame, or one inference) on one rank of ``machine``.
 
@@ -56,7 +56,7 @@ def forecast_programs(
         measured: seconds that replace those that follow from the machine's rates.
         adds: there are gradients of earlier micro-batches.
         plain: parameters that are in no bucket, as one rank keeps its own.
-        also_not_counted: what the forecast leaves out, beside what all do.
+        not_counted: what the forecast says that it leaves out.
     """
     rates = Rates.of(machine, plan)
     state_sizes = _state_sizes(plan, moments) if state_sizes is None else state_sizes
@@ -74,8 +74,7 @@ def forecast_programs(
         others = plain_updates(plain, moments)
         update = update_program(plan, state_sizes, rates if modelled else None, last, inside, others)
         step = (*step[:-1], last, update)
-    left_out = NOT_COUNTED + also_not_counted
-    forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=left_out)
+    forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=not_counted)
     peak = forecast.peaks.get("device")
     grows = (
         process_growth(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None
@@ -84,12 +83,12 @@ def forecast_programs(
 
 
 def not_counted_of(step: Step) -> tuple[str, ...]:
-    """What no forecast counts of ``step``: what the model itself sends, and experts that its ranks divide."""
+    """What no forecast from rates counts of ``step``: what the model itself sends, and experts that its ranks divide."""
     sent = [op for op in step.ops if op.target.startswith(_COLLECTIVES) and not op.target.startswith(_WAITS)]
     sizes, found = {value.name: value.bytes for value in step.values}, []
     if sent:
         received = format_bytes(sum(sizes[name] for op in sent for name in op.writes))
-        found.append(f"{len(sent)} collectives of the model's own, of {received} together")
+        found.append(f"{counted(len(sent), 'collective')} of the model's own, of {received} together")
     if any(op.target.startswith(_EXPERTS) for op in step.ops):
         found.append("experts that ranks divide: their work and memory, and the tokens that they are sent")
     return tuple(found)
