@@ -73,7 +73,7 @@ def test_who_evaluates_with_gradients_is_told_how_to_get_logits(caplog: pytest.L
     compiled(model, loss_only=True)
     for _ in range(2):
         assert model(IDS, IDS).logits is None
-    assert caplog.text.count("None in place of 1 outputs beside its loss; call the model under torch.no_grad()") == 1
+    assert caplog.text.count("None in place of 1 output beside its loss; call the model under torch.no_grad()") == 1
     with torch.no_grad():
         assert model(IDS, IDS).logits is not None
 

@@ -139,7 +139,7 @@ def test_what_is_saved_belongs_to_a_layer_that_is_recomputed() -> None:
 @pytest.mark.parametrize(
     ("regions", "tiles", "wrong"),
     [
-        (("h.0:mm",), 1, "1 tiles of tokens of 1 layers"),
+        (("h.0:mm",), 1, "1 tiles of tokens of 1 layer"),
         ((), 2, "2 tiles of tokens of 0 layers"),
         (("h.0:mm", "h.0:mm"), 2, "h.0:mm runs by token twice"),
         (("h.1:mm",), 2, "h.1:mm runs by token, of a layer that is not recomputed"),

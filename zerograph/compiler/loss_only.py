@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from zerograph.compiler.torch_private import ends_at_graph_break
+from zerograph.core.units import counted
 from zerograph.graph.descent import reached
 from zerograph.graph.nodes import output_of
 
@@ -41,8 +42,8 @@ def return_loss_only(gm: fx.GraphModule) -> Callable[[CompiledFunction], Compile
     if not others:
         return lambda compiled: compiled
     log.info(
-        "loss_only=True: this forward returns None in place of %d outputs beside its loss; call the model under "
-        "torch.no_grad() to get them", len(others),
+        "loss_only=True: this forward returns None in place of %s beside its loss; call the model under "
+        "torch.no_grad() to get what it leaves out", counted(len(others), "output"),
     )  # fmt: skip
     kept = [i for i in range(len(values)) if i not in others]
     output.args = (tuple(values[i] for i in kept),)

@@ -13,7 +13,7 @@ from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.layout import Layout
 from zerograph.core.machine import OFFLOAD_TIERS, TIERS, Tier, is_disk
 from zerograph.core.step import Param, layer_of_activation
-from zerograph.core.units import is_number
+from zerograph.core.units import counted, is_number
 
 __all__ = [
     "DEVICE",
@@ -372,7 +372,7 @@ class Plan:
         if self.head and self.loss_tiles == 1:
             yield f"{self.head} is cut in tiles, and the loss in none"
         if self.token_tiles < 1 or (self.token_tiles > 1) != bool(self.token_regions):
-            yield f"{self.token_tiles} tiles of tokens of {len(self.token_regions)} layers"
+            yield f"{self.token_tiles} tiles of tokens of {counted(len(self.token_regions), 'layer')}"
         if self.by_sample and self.token_tiles == 1:
             yield "tiles of whole samples, of which there is one"
         yield from (f"{layer} is recomputed twice" for layer in _twice(self.recompute))

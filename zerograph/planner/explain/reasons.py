@@ -42,7 +42,9 @@ def reasons(
     )
     if searched:
         yield Reason("plan", f"prefetch {plan.prefetch}", _FASTEST if constraints.prefetch is None else _ASKED)
-        yield Reason("plan", f"{len(plan.buckets)} buckets", _FASTEST if constraints.bucket_size is None else _ASKED)
+        yield Reason(
+            "plan", counted(len(plan.buckets), "bucket"), _FASTEST if constraints.bucket_size is None else _ASKED
+        )
     if constraints.offload != "none":
         off = sum(bucket.placement != DEVICE for bucket in plan.buckets)
         cause = "it was chosen" if constraints.offload == "auto" else f"offload={constraints.offload} was asked for"
