@@ -83,7 +83,7 @@ def forecast_programs(
 
 
 def not_counted_of(step: Step) -> tuple[str, ...]:
-    """What no forecast from rates counts of ``step``: what the model itself sends, and experts that its ranks divide."""
+    """What no forecast from rates counts of ``step``: what the model itself sends, and experts that ranks divide."""
     sent = [op for op in step.ops if op.target.startswith(_COLLECTIVES) and not op.target.startswith(_WAITS)]
     sizes, found = {value.name: value.bytes for value in step.values}, []
     if sent:
