@@ -40,12 +40,12 @@ from zerograph.optim.joint import JointUpdate
 from zerograph.optim.options import Options
 from zerograph.optim.overlap import EarlySteps
 from zerograph.optim.parts import GroupParts, Part, UpdateRow
-from zerograph.optim.states import States
+from zerograph.optim.states import States, restore_precision
 from zerograph.optim.stream import Stored, Stream
 from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of
 from zerograph.optim.through_device import ThroughDevice
 from zerograph.optim.torch_private import hooked_step, tell_failed_step
-from zerograph.optim.update import PendingUpdate
+from zerograph.optim.update import PendingUpdate, update_arrived
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.dtensors import Groups
 from zerograph.runtime.executor.accumulation import GradientAccumulation
@@ -417,7 +417,7 @@ class HostOptimizer(Optimizer):
         if passing and self.store is not None:
             streams.append(ThroughDevice(self, self.store, passing, factor, self._on_device).run)
         if arrival is not None:
-            streams = [functools.partial(_update_arrived, arrival, calls, factor.number, streams)]
+            streams = [functools.partial(update_arrived, arrival, calls, factor.number, streams)]
             return PendingUpdate(None, touched, streams, self._tell_updated)
         ticket = _core.update(calls, factor.number) if calls else None
         return PendingUpdate(ticket, touched, streams, self._tell_updated)
@@ -529,18 +529,7 @@ class HostOptimizer(Optimizer):
         # torch calls this at the end of load_state_dict, when it has rounded the states, and for copies and pickles.
         loading = self.__dict__.get("_loading")
         if loading is not None:
-            self._restore_precision(loading)
-
-    def _restore_precision(self, loaded: dict[str, Any]) -> None:
-        # A state dict numbers parameters in the order of its groups.
-        ids = itertools.chain.from_iterable(g["params"] for g in loaded["param_groups"])
-        params = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
-        for key, param in zip(ids, params, strict=True):
-            if key not in loaded["state"] or param.dtype.itemsize >= torch.float32.itemsize:
-                continue
-            for name, value in loaded["state"][key].items():
-                if name != "step" and isinstance(value, Tensor):
-                    self.state[param][name] = value.to(param.device)
+            restore_precision(self, loading)
 
     def _refuse_differentiable(self) -> None:
         if any(group.get("differentiable") for group in self.param_groups):
@@ -554,16 +543,6 @@ def _on(device: torch.device, value: Tensor) -> Tensor:
     if value.device == device:
         return value
     return torch.full_like(value, float(value), device=device) if value.is_cpu else value.to(device)
-
-
-def _update_arrived(
-    arrival: Arrival, calls: Sequence[Any], factor: float, streams: Sequence[Callable[[], None]]
-) -> None:
-    arrival()
-    if calls:
-        _core.update(calls, factor).wait()
-    for stream in streams:
-        stream()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -175,3 +176,16 @@ def _fitted(value: Tensor, param: Tensor, dtype: torch.dtype, name: str) -> Tens
     if alike and (local.dtype, local.device, local.shape) == (dtype, own.device, own.shape):
         return value
     return torch.empty_like(param, dtype=dtype).copy_(value)
+
+
+def restore_precision(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Put back what the state dict ``loaded`` has of parameters in 16 bits, whose dtype torch has rounded it to."""
+    # A state dict numbers parameters in the order of its groups.
+    ids = chain.from_iterable(g["params"] for g in loaded["param_groups"])
+    params = chain.from_iterable(g["params"] for g in optimizer.param_groups)
+    for key, param in zip(ids, params, strict=True):
+        if key not in loaded["state"] or param.dtype.itemsize >= torch.float32.itemsize:
+            continue
+        for name, value in loaded["state"][key].items():
+            if name != "step" and isinstance(value, Tensor):
+                optimizer.state[param][name] = value.to(param.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from torch import Tensor
 
@@ -70,3 +71,14 @@ class PendingUpdate:
         ticket = getattr(self, "_ticket", None)
         if ticket is not None:
             ticket.wait()  # before the tensors go
+
+
+def update_arrived(
+    arrival: Callable[[], None], calls: Sequence[Any], factor: float, streams: Sequence[Callable[[], None]]
+) -> None:
+    """Update on the host, and through slots, by gradients that are there after ``arrival``."""
+    arrival()
+    if calls:
+        _core.update(calls, factor).wait()
+    for stream in streams:
+        stream()
