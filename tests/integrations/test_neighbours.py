@@ -103,6 +103,19 @@ def test_a_rank_whose_optimizer_fails_ends_the_waits_of_others_and_drops_the_nex
     assert run(2, _stops, timeout=60) == [[True, True, False, False]] * 2
 
 
+def _stops_unheard() -> bool:
+    neighbours = _connected()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "fail", lambda _: torch.ones(2).reshape(3))
+        with pytest.raises(RuntimeError):
+            neighbours.stop("ValueError: no step")
+    return neighbours.stopped
+
+
+def test_a_rank_that_cannot_tell_the_others_drops_the_next_step_too() -> None:
+    assert run(2, _stops_unheard, timeout=60) == [True] * 2
+
+
 def _connects(slow: int) -> float:
     def connect(*args: Any) -> dist.ProcessGroup:
         group = gloo_group(*args)

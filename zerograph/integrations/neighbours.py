@@ -110,8 +110,10 @@ class Neighbours:
         """An optimizer's step failed on this rank: others may wait for its norm. They hear of it there, or in the next
         step of the pipeline, which this rank is not to begin: else it would meet them a step later than they come."""
         outside = self.stopped or not self.rendezvous.failed
-        self.fail(reason)
-        self.stopped = outside
+        try:
+            self.fail(reason)
+        finally:
+            self.stopped = outside
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Transfer:
         """As of a process group."""

@@ -193,8 +193,13 @@ class OptimizerCheck:
         if error is refused:
             return
         reason = f"in {type(optimizer).__name__}.step(): {reason_of(error)}"
-        for pipeline in self._steps.pipelines_of(optimizer).values():
-            pipeline.stop(reason)
+        try:
+            for pipeline in self._steps.pipelines_of(optimizer).values():
+                pipeline.stop(reason)
+        finally:  # ranks of the same stage hear of it anyhow
+            self._tell_ranks(optimizer, reason)
+
+    def _tell_ranks(self, optimizer: Optimizer, reason: str) -> None:
         if not self._holds_own(optimizer):
             return
         self._telemetry.updated()
