@@ -319,6 +319,9 @@ def test_largest_resizes_the_inputs_that_a_model_brings(model: Path) -> None:
 def test_a_model_may_bring_its_inputs(model: Path) -> None:
     samples = run(f"{model}:with_inputs", "--world", "2")
     assert samples.exit_code == 0 and " samples/s" in samples.stdout
+    for given in (("--batch", "8"), ("--batch", "1", "--seq", "64"), ("--seq", "64", "--offload", "auto")):
+        refused = run(f"{model}:with_inputs", *given)
+        assert refused.exit_code == 2 and "brings its inputs" in refused.stderr and given[0] in refused.stderr
     result = run(f"{model}:by_keyword", "--world", "2", "--json")
     assert result.exit_code == 0 and PlanFile.from_json(result.stdout).tokens == 32
 

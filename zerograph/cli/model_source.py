@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,11 +17,12 @@ from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.tracebacks import line_of
 
 
-def model_maker(text: str, *, batch: int = 1, seq: int = 1024) -> Callable[[], Any]:
+def model_maker(text: str, *, batch: int = 1, seq: int = 1024, given: Sequence[str] = ()) -> Callable[[], Any]:
     """The callable that ``text`` names, not called; for a config file one that builds its model.
 
     Args:
         batch, seq: shape of the token ids that the model of a config file is given.
+        given: options of that shape that the user has given: what the callable returns may bring no other inputs.
 
     Raises:
         ConfigError: no such file, module or attribute, not a callable, or a config that makes no model.
@@ -46,7 +47,13 @@ def model_maker(text: str, *, batch: int = 1, seq: int = 1024) -> Callable[[], A
 
     def make() -> Any:
         with _of_the_user(text):
-            return made()
+            found = made()
+        if given and isinstance(found, tuple):
+            raise ConfigError(
+                f"{text} brings its inputs, whose sizes count, and {' and '.join(given)} is given",
+                "leave that out, or return the model alone, which is then given token ids of --batch by --seq",
+            )
+        return found
 
     return make
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from zerograph.cli.model_source import model_maker
 from zerograph.cli.options import SIZE, Parsed
@@ -197,7 +198,9 @@ def _model(model: str | None, size: ModelSize | None, batch: int, seq: int) -> t
     """The name of the model, and the function that makes it."""
     if size is None:
         assert model is not None, "one of the two is given"
-        return model, model_maker(model, batch=batch, seq=seq)
+        source = click.get_current_context().get_parameter_source
+        given = [f"--{name}" for name in ("batch", "seq") if source(name) is ParameterSource.COMMANDLINE]
+        return model, model_maker(model, batch=batch, seq=seq, given=given)
     from zerograph.cli.sized import transformer
 
     count, asked = format_count(size.formula), format_count(size.parameters)
