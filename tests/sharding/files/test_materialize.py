@@ -278,7 +278,7 @@ def test_a_model_of_transformers_is_loaded_as_the_error_says(tmp_path: Path) -> 
 
 def _file_failures(folder: str) -> list[str]:
     messages = []
-    for name in ("missing", "shape", "dtype", "absent"):
+    for name in ("missing", "shape", "dtype", "absent", "fp8"):
         # Only rank 1 looks for a file that is not there: all ranks must hear of it.
         absent = name == "absent" and dist.get_rank() == 0
         path = f"{folder}/{'plain' if absent else name}.safetensors"
@@ -307,6 +307,7 @@ def test_files_that_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None
     write("missing", {n: v for n, v in values.items() if not n.startswith("up.")} | {"odd": torch.zeros(1)})
     write("shape", values | {"up.bias": torch.zeros(3)})
     write("dtype", values | {"up.bias": values["up.bias"].double()})
+    write("fp8", values | {"up.bias": values["up.bias"].to(torch.float8_e4m3fn)})
     write("partly", {n: v for n, v in values.items() if n.startswith("up.")})
     names = list(values)
     write("one", {n: values[n].bfloat16() if values[n].is_floating_point() else values[n] for n in names[:5]})
@@ -317,6 +318,7 @@ def test_files_that_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None
     assert "up.bias has shape [3] in the files and [8] in the model" in first[1]
     assert "up.bias is F64 in the files and torch.float32 in the model" in first[2]
     assert "absent.safetensors" in first[3] and first[3].startswith("on rank 1: ")
+    assert "up.bias is F8_E4M3 in the files and torch.float32 in the model: values have scales" in first[4]
 
 
 def _one_name_in_two_files(folder: str) -> str:

@@ -136,6 +136,13 @@ def _check(slot: UnmadeTensor, file: Any, name: str) -> None:
         )
     dtype = next((d for d, text in DTYPES.items() if text == stored.get_dtype()), None)
     wanted = slot.tensor.dtype
+    if dtype == wanted:
+        return
+    if "F8_" in stored.get_dtype() or "float8" in str(wanted):  # which torch does not promote
+        raise CheckpointError(
+            f"{name} is {stored.get_dtype()} in the files and {wanted} in the model: values have scales in 8 bits",
+            f"convert the files to {wanted} first",
+        )
     if dtype is None or not _widens(dtype, wanted):
         raise CheckpointError(
             f"{name} is {stored.get_dtype()} in the files and {wanted} in the model: values would be lost",
