@@ -151,7 +151,7 @@ def test_a_machine_is_a_file_too(tmp_path: Path) -> None:
         ("--params 70B --memory 1parsec", "is not a size"),
         ("--params 70B --machine abacus", "no machine 'abacus'"),
         ("--params 70B --dtype int8", "no compute dtype"),
-        ("--params 70B --stage 0 --offload parameters", "no row has stage 0"),
+        ("--params 70B --stage 0 --offload parameters", "no row has stage 0 and offload parameters on h100"),
         ("--params 70B --largest params", "solves for --params"),
         ("--layers 2 --hidden 8 --largest params", "solves for --params"),
     ],

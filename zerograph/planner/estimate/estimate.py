@@ -153,9 +153,10 @@ def estimate_rows(question: Question) -> tuple[Row, ...]:
     """
     found = tuple(_best([Row(question, strategy).tiled() for strategy in group]) for group in question.groups())
     if not found:
+        asked = {"stage": question.stage, "offload": question.offload, "tier": question.tier}
+        given = [f"{name} {value}" for name, value in asked.items() if value is not None]
         raise ConfigError(
-            f"no row has stage {question.stage}, offload {question.offload} and tier {question.tier} on "
-            f"{question.machine.name}",
+            f"no row has {' and '.join(given)} on {question.machine.name}",
             "optimizer states can leave from stage 1, gradients from 2, parameters from 3; a CPU has no host tier",
         )
     return found
