@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -319,6 +320,11 @@ def test_files_that_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None
     assert "up.bias is F64 in the files and torch.float32 in the model" in first[2]
     assert "absent.safetensors" in first[3] and first[3].startswith("on rank 1: ")
     assert "up.bias is F8_E4M3 in the files and torch.float32 in the model: values have scales" in first[4]
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with ExitStack() as stack, pytest.raises(CheckpointError, match=r"it is a folder[^$]*hint: files=sorted.*glob"):
+        shard_files._open_all([str(tmp_path)], stack)
 
 
 def _one_name_in_two_files(folder: str) -> str:

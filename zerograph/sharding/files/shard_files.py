@@ -69,6 +69,9 @@ def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
     paths: dict[str, str] = {}
     _refuse_partial_download(files)
     for path in files:
+        if Path(path).is_dir():
+            hint = f'files=sorted(Path({path!r}).glob("*.safetensors"))'
+            raise CheckpointError(f"cannot read {path}: it is a folder", hint)
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
