@@ -249,6 +249,10 @@ def test_a_parameter_behind_a_function_is_held_like_others(programs: Programs) -
     with programs.accumulation.holding_back():
         with pytest.raises(UnsupportedError, match=r"autograd.grad for w, or for tensors that it is computed from"):
             torch.autograd.grad(loss, doubled, retain_graph=True)
+        for ask in (torch.autograd.grad, lambda loss, x, **keeps: loss.backward(inputs=[x], **keeps)):
+            with pytest.raises(UnsupportedError, match=r"(?s)for w, or .*hint: .* or backward\(\)"):
+                ask(loss, x, retain_graph=True)
+        assert programs.accumulation.names == ()
         loss.backward(retain_graph=True)
         assert programs.accumulation.names == ("w",)
     torch.autograd.grad(loss, x, retain_graph=True)
