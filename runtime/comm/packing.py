@@ -85,8 +85,8 @@ def gradient_message(
 
 
 def means(sums: Sequence[Tensor], ranks: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Each of ``sums`` divided by the number of ``ranks``, cast to its dtype of ``dtypes``, in memory of its own: of a
-    message that ranks had sent all lives as long as a part of it.
+    """Each of ``sums`` divided by the number of ``ranks``, cast to its dtype of ``dtypes``, in memory of its own: a
+    view would keep the whole message alive.
 
     Args:
         sums: flat, of one device; each quotient is first rounded to its dtype.

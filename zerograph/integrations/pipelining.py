@@ -170,8 +170,8 @@ def _refuse_failed(stage: Rendezvous | None, pipeline: Neighbours) -> None:
     if pipeline.stopped or (stage is not None and stage.failed and not pipeline.rendezvous.failed):
         pipeline.takes_steps = True  # its first one may be what failed
         raise RankError(
-            "ranks of this stage failed outside of the schedule, as in the step of an optimizer, of which other stages "
-            "may hear only now: no rank takes this step",
+            "this rank, or one that it waited for, failed outside of the schedule, as in the step of an optimizer, of "
+            "which other stages may hear only now: no rank takes this step",
             "see the error before this one",
         )
 
