@@ -61,6 +61,19 @@ def test_all_of_a_layer_is_inside_but_for_what_it_reads_whole() -> None:
     assert [n.name for n in region.exits()] == ["neg_default"]
 
 
+def test_gradients_that_autograd_adds_leave_as_one() -> None:
+    """Tracing names no module for the sum; that of a value from outside is another layer's."""
+    b = builder()
+    wide, stream = layer(b)
+    other = b.call(aten.neg.default, as_samples(b, projected(b, stream, "other")))
+    elsewhere = b.input("elsewhere", SAMPLES, TOKENS, WIDTH)
+    b.module = None
+    total, more = b.call(aten.add.Tensor, stream, other), b.call(aten.add.Tensor, other, elsewhere)
+    b.output(total)
+    region = batch_region(wide)
+    assert total in region.cuts and more not in region.cuts
+
+
 def test_gradients_of_weights_are_sums_over_samples() -> None:
     b = builder()
     wide, stream = layer(b)
