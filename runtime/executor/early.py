@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
-from zerograph.core.plan import Param
+from zerograph.core.plan import Param, ParamTile
 from zerograph.runtime.delayed import is_read_eagerly
 from zerograph.runtime.executor.accumulation import are_marks
 from zerograph.runtime.offload.fetches import FetchedRun
@@ -218,9 +218,9 @@ class EarlyUpdates:
         self._left[name] = owner.iteration
         return False
 
-    def keep(self, bucket: int, runs: Sequence[FetchedRun]) -> None:
+    def keep(self, bucket: int, params: Iterable[Param | ParamTile], runs: Sequence[FetchedRun]) -> None:
         """Keep what was fetched of ``bucket`` for its update, where an optimizer updates it inside of the backward."""
-        if self._owners:
+        if any(id(self._params[p.name]) in self._owners for p in params):
             self._kept[bucket] = runs
 
     def start(self, bucket: int) -> None:

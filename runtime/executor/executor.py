@@ -281,7 +281,7 @@ class Executor:
             shards = [registers[r] for r in instruction.reads]
             registers[out] = None if resident else self.store.fetches.start_read(instruction.params, shards)
         if instruction.kept and registers[out] is not None and not self.accumulation.active:
-            self.early.keep(instruction.bucket, registers[out].runs)
+            self.early.keep(instruction.bucket, instruction.params, registers[out].runs)
         if instruction.target == "device" and registers[out] is not None:
             registers[out] = self.store.fetches.copy_up(registers[out])
 

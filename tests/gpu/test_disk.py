@@ -68,18 +68,24 @@ def test_checkpoints_load(tmp_path: Path) -> None:
     run(2, on_it, _resumed, tmp_path)
 
 
-def _overlapping(folder: Path, options: dict[str, Any]) -> None:
+def _overlapping(folder: Path, options: dict[str, Any], dtype: torch.dtype | None) -> None:
     make = lambda model, **more: zerograph.optim.AdamW(model.parameters(), lr=1e-2, skip_nonfinite=False, **more)  # noqa: E731
-    plain = Run(make, stage=3, dtype=torch.bfloat16, **cases.on_disk(folder))
-    beside = Run(functools.partial(make, **options), stage=3, dtype=torch.bfloat16, **cases.on_disk(folder))
+    plain = Run(make, stage=3, dtype=dtype, **cases.on_disk(folder))
+    beside = Run(functools.partial(make, **options), stage=3, dtype=dtype, **cases.on_disk(folder))
     for training in (plain, beside):
         training.steps(4)
     cases._same(plain.result(), beside.result())
 
 
-@pytest.mark.parametrize("options", [{"overlap": True}, {"overlap": "forward"}], ids=["backward", "forward"])
-def test_updates_beside_the_device_are_the_same(options: dict[str, Any], tmp_path: Path) -> None:
-    run(2, on_it, _overlapping, tmp_path, options)
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({"overlap": True}, torch.bfloat16), ({"overlap": True}, None), ({"overlap": "forward"}, torch.bfloat16)],
+    ids=["backward", "backward, of what was fetched", "forward"],
+)
+def test_updates_beside_the_device_are_the_same(
+    options: dict[str, Any], dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    run(2, on_it, _overlapping, tmp_path, options, dtype)
 
 
 def _activations(folder: Path, recompute: str) -> int:

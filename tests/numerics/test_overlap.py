@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import zerograph
 from zerograph.core.instructions import Move
 from zerograph.core.machine import is_disk, machine_named
+from zerograph.core.plan import Param
 from zerograph.optim.stream import Stream
 from zerograph.runtime.executor.early import EarlyUpdates
 from zerograph.runtime.offload import slots
@@ -216,9 +217,9 @@ def _again(keep: Callable[..., None], options: dict[str, Any]) -> tuple[Run, Cou
 def _read_once(options: dict[str, Any]) -> None:
     sizes, keep = list[int](), EarlyUpdates.keep
 
-    def counted(early: EarlyUpdates, bucket: int, runs: Sequence[FetchedRun]) -> None:
+    def counted(early: EarlyUpdates, bucket: int, params: Sequence[Param], runs: Sequence[FetchedRun]) -> None:
         sizes.append(sum(run.memory.nbytes for run in runs))
-        keep(early, bucket, runs)
+        keep(early, bucket, params, runs)
 
     (again, before), (once, moved) = (_again(how, options) for how in (lambda *_: None, counted))
     _same(again.result(), once.result())

@@ -94,6 +94,10 @@ class _StoredChunk:
         size = kind.dtype.itemsize
         return self.view(kind)[(begin - self.begin) * size : (end - self.begin) * size]
 
+    def common(self, run: FetchedRun) -> tuple[int, int]:
+        """From where to where elements of the block are in ``run`` too; nothing where the end comes first."""
+        return max(run.begin, self.begin), min(run.begin + len(run.memory), self.end)
+
 
 class Stream:
     """The update of some parts, again and again."""
@@ -301,22 +305,29 @@ class Stream:
         if chunk.gradient is not None and spilled is not None:
             self._transfer(self._arena.read, chunk, chunk.gradient._replace(extent=spilled[0]))
         self._bring_gradients(chunk, grads)
-        if own is not None and own not in ahead:
-            for part in self._copy_kept(chunk, own, [run for run in kept if run.block is chunk.block]):
+        if own is None:
+            return
+        runs = [run for run in kept if self._has_own(run, chunk, own)]
+        chunk.was_kept = bool(runs)
+        if own not in ahead:
+            for part in self._copy_kept(chunk, own, runs):
                 self._transfer(self._arena.read, chunk, own, part=part)
+
+    def _has_own(self, run: FetchedRun, chunk: _StoredChunk, own: _Slotted) -> bool:
+        """Whether ``run`` has parameters of ``chunk`` as they are: somebody may have written to them since."""
+        begin, end = chunk.common(run)
+        return run.block is chunk.block and begin < end and not self._is_touched(own, begin, end)
 
     def _copy_kept(self, chunk: _StoredChunk, own: _Slotted, runs: Sequence[FetchedRun]) -> Iterator[tuple[int, int]]:
         """Copy the parameters of ``chunk`` that are in memory to its slot; yields from where to where others lie."""
-        lacks, chunk.was_kept = chunk.begin, bool(runs)
+        lacks = chunk.begin
         for run in runs:
-            begin, end = max(run.begin, chunk.begin), min(run.begin + len(run.memory), chunk.end)
-            # Somebody may have written to them since they were read.
-            if begin < end and not self._is_touched(own, begin, end):
-                self._arena.wait(run.read)
-                chunk.part(own, begin, end).view(own.dtype).copy_(run.memory[begin - run.begin : end - run.begin])
-                if lacks < begin:
-                    yield lacks, begin
-                lacks = end
+            begin, end = chunk.common(run)
+            self._arena.wait(run.read)
+            chunk.part(own, begin, end).view(own.dtype).copy_(run.memory[begin - run.begin : end - run.begin])
+            if lacks < begin:
+                yield lacks, begin
+            lacks = end
         if lacks < chunk.end:
             yield lacks, chunk.end
 

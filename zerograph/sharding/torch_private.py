@@ -22,6 +22,7 @@ from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.source import AttrSource, ClosureSource, DictGetItemSource, GetItemSource, GlobalSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import ExactWeakKeyDictionary as ExactWeakKeyDictionary
 from torch._dynamo.utils import get_compilation_metrics
 from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd as AOTDispatchAutograd
 from torch._guards import Guard, TracingContext

@@ -30,6 +30,7 @@ from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.spec import ShardSpec
 from zerograph.sharding.torch_private import (
+    ExactWeakKeyDictionary,
     code_of,
     in_backward,
     line_of_break,
@@ -307,10 +308,11 @@ def _breaks(module: nn.Module, code: CodeType) -> bool:
     if place is not None:
         children = {code_of(child.forward) for child in module.modules() if child is not module}
         _BREAKS[code] = not any(_contains(child, *place) for child in children if child is not None)
-    return _BREAKS.get(code, False)
+    breaks: bool = _BREAKS.get(code, False)
+    return breaks
 
 
-_BREAKS: weakref.WeakKeyDictionary[CodeType, bool] = weakref.WeakKeyDictionary()
+_BREAKS = ExactWeakKeyDictionary()  # of code, which may have no hash; whether it breaks
 # Dynamo leaves code uncompiled, whoever's it is.
 
 

@@ -242,7 +242,8 @@ class _Required:
         self.placements = list(map(plan.placement_of, plan.buckets))
         moves = (each for *_, each in _each(programs) if isinstance(each, Move) and each.what == "states")
         self.read = {each.bucket for each in moves if is_disk(each.source)}
-        self.kept = {each.bucket for *_, each in _each(programs) if isinstance(each, Move) and each.kept}
+        kept = {each.bucket for *_, each in _each(programs) if isinstance(each, Move) and each.kept}
+        self.kept = {bucket for bucket in kept if plan.updated_inside(plan.buckets[bucket])}
 
     def of(self, program: Program, each: Instruction) -> Iterator[tuple[tuple[str, ...], str]]:
         """Operations, one of which has written something that ``each`` reads, and what they moved."""

@@ -361,8 +361,8 @@ def test_a_download_that_lacks_files_of_its_index_is_refused(tmp_path: Path) -> 
     index = {"weight_map": {"up.bias": "model-1-of-2.safetensors", "up.weight": "model-2-of-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (messages,) = run(1, _part_of_a_download, str(tmp_path))
-    assert "model.safetensors.index.json lists 1 missing files (model-2-of-2.safetensors)" in messages[0]
-    assert "hint: download the rest" in messages[0]
+    assert "model.safetensors.index.json has 1 parameters or buffers (up.weight) in files that were not" in messages[0]
+    assert "hint: add model-2-of-2.safetensors" in messages[0]
     assert "cannot read" in messages[1] and "hint: download it again" in messages[1]
 
 

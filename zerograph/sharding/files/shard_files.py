@@ -56,8 +56,14 @@ def read_files(
     """
     with ExitStack() as stack:
         found: dict[int, tuple[Any, str]] = {}
-        agree(group, lambda: found.update(_match(slots, _open_all(files, stack), strict)), CheckpointError)
-        missing = [slot.names[0] for slot in slots if slot.persistent and id(slot) not in found]
+        missing: list[str] = []
+
+        def match() -> None:
+            found.update(_match(slots, _open_all(files, stack), strict))
+            missing.extend(slot.names[0] for slot in slots if slot.persistent and id(slot) not in found)
+            _refuse_part_of_a_checkpoint(missing, files)
+
+        agree(group, match, CheckpointError)
         if missing and is_first(group):
             log.warning("the files lack %s, which are initialized", _some("parameters or buffers", missing))
         agree(group, lambda: _read_all([s for s in slots if id(s) in found], found, room), CheckpointError)
@@ -67,7 +73,6 @@ def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
     """The open file of each name, which no other file may hold: else their order would choose the weights."""
     holders: dict[str, Any] = {}
     paths: dict[str, str] = {}
-    _refuse_partial_download(files)
     for path in files:
         if Path(path).is_dir():
             hint = f'files=sorted(Path({path!r}).glob("*.safetensors"))'
@@ -86,20 +91,20 @@ def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
     return holders
 
 
-def _refuse_partial_download(files: Sequence[str]) -> None:
-    """Look for the files that are listed beside ``files``, in the index of a checkpoint of several."""
-    given = {Path(path) for path in files}
-    for folder in sorted({path.parent for path in given}):
+def _refuse_part_of_a_checkpoint(missing: Sequence[str], files: Sequence[str]) -> None:
+    """Names that the index beside ``files`` lists are in files that were not given, and nothing to initialize."""
+    for folder in sorted({Path(path).parent for path in files}) if missing else ():
         index = folder / "model.safetensors.index.json"
-        if not index.is_file():
-            continue
         try:
-            listed = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
-        except (OSError, ValueError, LookupError) as error:
+            listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+            elsewhere = {listed[name] for name in missing if name in listed}
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(f"cannot read {index}: {error!r}", "download it again, or remove it") from error
-        absent = sorted(path.name for path in listed - given if not path.exists())
-        if absent and not listed.isdisjoint(given):
-            raise CheckpointError(f"{index} lists {_some('missing files', absent)}", "download the rest")
+        if elsewhere:
+            held = _some("parameters or buffers", [name for name in missing if name in listed])
+            raise CheckpointError(
+                f"{index} has {held} in files that were not given", f"add {', '.join(sorted(elsewhere))}"
+            )
 
 
 def _match(slots: Sequence[UnmadeTensor], holders: dict[str, Any], strict: bool) -> dict[int, tuple[Any, str]]:
