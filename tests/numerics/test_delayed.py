@@ -261,14 +261,14 @@ def test_it_is_the_delay_of_the_paper() -> None:
 @contextmanager
 def _held_up() -> Iterator[threading.Event]:
     """Inside, an update waits until the event is set."""
-    gate, update = threading.Event(), host._update_arrived
+    gate, update = threading.Event(), host.update_arrived
 
     def waits(*args: Any) -> None:
         assert gate.wait(60)
         update(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "_update_arrived", waits)
+        patch.setattr(host, "update_arrived", waits)
         yield gate
 
 

@@ -67,7 +67,7 @@ def _an_update_fails(placement: dict[str, Any]) -> None:
     training.backward()
     with pytest.MonkeyPatch.context() as patch:
         if _rank() == 0:
-            patch.setattr(host, "_update_arrived", _fails)
+            patch.setattr(host, "update_arrived", _fails)
         opt.step()
         opt.zero_grad()
         with pytest.raises((MemoryError, RankError)) as caught:
@@ -112,14 +112,14 @@ def _neighbour_written_to(folder: str, how: str) -> None:
     opt = zerograph.optim.AdamW(model.parameters(), lr=1e-2, delayed=True)
     for both in (True, True, False):
         model(torch.randn(4, 64, dtype=torch.bfloat16), both).backward()
-        gate, update = threading.Event(), host._update_arrived
+        gate, update = threading.Event(), host.update_arrived
 
         def waits(*args: Any, gate: threading.Event = gate, update: Any = update) -> None:
             assert gate.wait(60)
             update(*args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(host, "_update_arrived", waits)
+            patch.setattr(host, "update_arrived", waits)
             opt.step()
         if both:
             gate.set()
