@@ -225,10 +225,7 @@ class Terms:
     def write(self, messages: Tensor, which: int, parts: Tensor) -> None:
         """Write the parts of one gradient, ``[receivers, elements]``, into the messages."""
         wire, room = self.params[which].reduce_wire, self.room_of(messages, which)
-        if wire is None:
-            room.copy_(parts)
-        else:
-            encode(wire, parts.float() if parts.dtype == torch.float64 else parts, room)
+        room.copy_(parts) if wire is None else encode(wire, parts, room)
 
     def sums(self, messages: Tensor | Sequence[Tensor], rank: int, scale: float = 1.0) -> list[Tensor]:
         """The sum of each gradient's part of ``rank`` over the senders of ``messages``, in their order, times

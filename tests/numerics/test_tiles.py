@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -270,10 +271,13 @@ def accumulates(rank: Rank) -> list[Tensor]:
 
 @pytest.mark.parametrize("placement", [Placement(), NVME], ids=["here", "nvme"])
 def test_gradients_that_no_sync_holds_back(placement: Placement, tmp_path: Path) -> None:
+    _as_untiled(accumulates, placement, tmp_path)
+
+
+def _as_untiled(train: Callable[[Rank], list[Tensor]], placement: Placement, tmp_path: Path) -> None:
     options = {"path": str(tmp_path), "nvme": "8MiB"} if placement.offload_tiers else {}
     tiled, untiled = (
-        trained(planned(tmp_path / f"{tiles}.json", 2, tiles, placement), 2, Net, accumulates, **options)
-        for tiles in (3, 1)
+        trained(planned(tmp_path / f"{tiles}.json", 2, tiles, placement), 2, Net, train, **options) for tiles in (3, 1)
     )
     torch.testing.assert_close(tiled, untiled, rtol=1e-5, atol=1e-7)
 
@@ -295,12 +299,7 @@ def _goes_nowhere(rank: Rank) -> list[Tensor]:
 
 @pytest.mark.parametrize("placement", [Placement(), NVME], ids=["here", "nvme"])
 def test_gradients_that_no_sync_does_not_hold(placement: Placement, tmp_path: Path) -> None:
-    options = {"path": str(tmp_path), "nvme": "8MiB"} if placement.offload_tiers else {}
-    tiled, untiled = (
-        trained(planned(tmp_path / f"{tiles}.json", 2, tiles, placement), 2, Net, _goes_nowhere, **options)
-        for tiles in (3, 1)
-    )
-    torch.testing.assert_close(tiled, untiled, rtol=1e-5, atol=1e-7)
+    _as_untiled(_goes_nowhere, placement, tmp_path)
 
 
 @pytest.mark.slow

@@ -95,8 +95,6 @@ class OptimizerCheck:
         def failed_step(optimizer: Optimizer, error: BaseException) -> None:
             live = check()
             _STEPPING.discard(optimizer)
-            if isinstance(optimizer, HostOptimizer):
-                optimizer.forget_scaler()  # a hook that refuses a step is called before that
             if live is not None:
                 live._failed(optimizer, error)
 

@@ -44,7 +44,7 @@ from zerograph.optim.states import States, restore_precision
 from zerograph.optim.stream import Stored, Stream
 from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of
 from zerograph.optim.through_device import ThroughDevice
-from zerograph.optim.torch_private import hooked_step, tell_failed_step
+from zerograph.optim.torch_private import hooked_step, register_failed_step_hook, tell_failed_step
 from zerograph.optim.update import PendingUpdate, update_arrived
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.dtensors import Groups
@@ -107,6 +107,7 @@ class HostOptimizer(Optimizer):
 
     def _begin_anew(self) -> None:
         """Know nothing of parameters, states and updates."""
+        _forget_scales_of_failed_steps()
         self._layouts: dict[tuple[int, ...], GroupLayout] = {}
         self._streams: dict[tuple[int, ...], Stream] = {}  # by ``id`` of their parts
         self._states = States(self, self.algorithm_of, self.master, self.moments, self._streams.clear)
@@ -183,13 +184,6 @@ class HostOptimizer(Optimizer):
             ConfigError: ``clip`` is not positive, or ``grad_scale`` is zero; with ``delayed``, nothing can be updated
                 beside programs.
         """
-        try:
-            return self._step(closure, grad_scale, clip)
-        except BaseException:
-            self.forget_scaler()
-            raise
-
-    def _step(self, closure: Callable[[], Any] | None, grad_scale: float | Tensor | None, clip: float | None) -> Any:
         self.settle()
         loss = None
         if closure is not None:
@@ -204,11 +198,6 @@ class HostOptimizer(Optimizer):
         else:
             self.start(grad_scale, clip).wait()
         return loss
-
-    def forget_scaler(self) -> None:
-        """Drop what ``GradScaler`` set for a step that has failed: it would multiply its next scale with the last."""
-        for name in ("grad_scale", "found_inf"):
-            self.__dict__.pop(name, None)
 
     @hooked_step
     @torch.no_grad()
@@ -543,6 +532,17 @@ def _on(device: torch.device, value: Tensor) -> Tensor:
     if value.device == device:
         return value
     return torch.full_like(value, float(value), device=device) if value.is_cpu else value.to(device)
+
+
+@functools.cache
+def _forget_scales_of_failed_steps() -> None:
+    """Drop what ``GradScaler`` sets for a step that fails or is refused: it would multiply its next scale by that."""
+
+    def forget(optimizer: Optimizer, _: BaseException) -> None:
+        for name in ("grad_scale", "found_inf") if isinstance(optimizer, HostOptimizer) else ():
+            optimizer.__dict__.pop(name, None)
+
+    register_failed_step_hook(forget)
 
 
 @functools.cache
