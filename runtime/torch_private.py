@@ -74,6 +74,18 @@ def versions(tensor: Tensor) -> tuple[int, int]:
     return tensor._version, local_tensor(tensor)._version
 
 
+class Untouched:
+    """Tensors that nobody else may write to while an update is under way."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._versions = tensors, list(map(versions, tensors))
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """Those that somebody has written to."""
+        return [t for t, seen in zip(self._tensors, self._versions, strict=True) if versions(t) != seen]
+
+
 def memory_is_unshared(tensor: Tensor) -> bool:
     """Whether ``tensor`` alone refers to its memory: no view of it is alive. Python counts references to tensors, and
     nothing public those to memory. Seen in 2.11, 2.13."""

@@ -23,6 +23,7 @@ from zerograph.runtime.executor.accumulation import are_marks
 from zerograph.runtime.offload.fetches import FetchedRun
 from zerograph.runtime.torch_private import (
     Open,
+    Untouched,
     accumulated_directly,
     after_backward,
     gradient_goes,
@@ -111,7 +112,7 @@ class EarlyUpdates:
         self._read: dict[str, tuple[object, int]] = {}  # forwards that read it and whose backward has not run
         self._left: dict[str, object] = {}  # autograd has a gradient of it
         self._taken: dict[int, tuple[list[tuple[str, Tensor]], list[Arrival]]] = {}  # by bucket
-        self._kept: dict[int, Sequence[FetchedRun]] = {}  # by bucket
+        self._kept: dict[int, tuple[Sequence[FetchedRun], Untouched]] = {}  # by bucket
         self._in_backward = False
 
     def enter(self, kind: str, names: Iterable[str]) -> None:
@@ -219,14 +220,16 @@ class EarlyUpdates:
         return False
 
     def keep(self, bucket: int, params: Iterable[Param | ParamTile], runs: Sequence[FetchedRun]) -> None:
-        """Keep what was fetched of ``bucket`` for its update, where an optimizer updates it inside of the backward."""
-        if any(id(self._params[p.name]) in self._owners for p in params):
-            self._kept[bucket] = runs
+        """Keep what was fetched of ``bucket`` for its update, where an optimizer updates it inside of the backward, and
+        nobody writes to it before."""
+        found = [self._params[p.name] for p in params]
+        if any(id(param) in self._owners for param in found):
+            self._kept[bucket] = runs, Untouched(found)
 
     def start(self, bucket: int) -> None:
         """Nothing reads the parameters of ``bucket`` any more in this backward: begin to update them."""
         taken, arrivals = self._taken.pop(bucket, ((), []))
-        kept = self._kept.pop(bucket, ())
+        kept, seen = self._kept.pop(bucket, ((), None))
         by_owner: dict[Updater, list[tuple[Tensor, Tensor]]] = {}
         for name, grad in taken:
             param = self._params[name]
@@ -235,7 +238,8 @@ class EarlyUpdates:
             if owner.backward is None:
                 owner.backward = after_backward(owner.backward_ended)
             # Of two owners the second finds on NVMe what the first has written beside its own.
-            owner.start(grads, _all(arrivals) if arrivals else None, kept if len(by_owner) == 1 else ())
+            as_read = seen is not None and not seen.changed and len(by_owner) == 1
+            owner.start(grads, _all(arrivals) if arrivals else None, kept if as_read else ())
             for param, _ in grads:
                 param.grad = None  # the mark of what no_sync held back
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from numerics.compare import Result, check, full_values, mine, seeded
 from ranks import run, warned
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from traced import compile_once
 
 import zerograph
@@ -398,6 +401,29 @@ def _parameters_outside() -> None:
 
 def test_parameters_outside_of_the_model_that_nobody_averages_are_told() -> None:
     run(2, _parameters_outside)
+
+
+def _collected_in_a_step() -> None:
+    old = [zerograph.backend(stage=3, compute="eager") for _ in range(3)]
+    model, _ = made(3)
+    loss(model, 1).backward()
+    alive = [weakref.ref(backend) for backend in old]
+
+    def collect(*_: Any) -> None:
+        old.clear()
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None)]
+    try:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert not any(each() for each in alive)
+
+
+def test_a_backend_may_be_collected_while_an_optimizer_steps() -> None:
+    run(1, _collected_in_a_step)
 
 
 def _early_step() -> None:

@@ -240,7 +240,7 @@ def test_an_update_reads_nothing_that_its_backward_has_read(world_size: int, tmp
     run(world_size, _read_once, {**OFF, "offload": "parameters", "stage": 3, "path": str(tmp_path)})
 
 
-def _written_meanwhile(options: dict[str, Any]) -> None:
+def _written_meanwhile(options: dict[str, Any], forgets: bool) -> None:
     start = EarlyUpdates.start
 
     def changed(early: EarlyUpdates, bucket: int) -> None:
@@ -251,12 +251,15 @@ def _written_meanwhile(options: dict[str, Any]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlyUpdates, "start", changed)
+        if forgets:  # the system lets go of what was written through a mapping, and of its pages
+            patch.setattr(Arena, "is_touched", lambda *_: False)
         (again, _), (once, _) = (_again(how, options) for how in (lambda *_: None, EarlyUpdates.keep))
     _same(again.result(), once.result())
 
 
-def test_an_update_sees_what_was_written_since(tmp_path: Path) -> None:
-    run(1, _written_meanwhile, {**OFF, "offload": "parameters", "stage": 3, "path": str(tmp_path)})
+@pytest.mark.parametrize("forgets", [False, True])
+def test_an_update_sees_what_was_written_since(forgets: bool, tmp_path: Path) -> None:
+    run(1, _written_meanwhile, {**OFF, "offload": "parameters", "stage": 3, "path": str(tmp_path)}, forgets)
 
 
 class _Halves:

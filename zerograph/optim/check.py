@@ -4,6 +4,7 @@ fails."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -75,42 +76,12 @@ class OptimizerCheck:
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._compared: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._refused: ZeroGraphError | None = None  # on its way to the caller
-        # torch's step hooks are global: they must not keep a backend that is gone.
-        check = weakref.ref(self)
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            live = check()
-            if live is not None:
-                live._begins(optimizer)
-            return _with_closure_outside(optimizer, args, kwargs) if optimizer in _STEPPING else (args, kwargs)
-
-        def after_step(optimizer: Optimizer, *_: Any) -> None:
-            live = check()
-            _STEPPING.discard(optimizer)
-            if live is not None and live._holds_own(optimizer):
-                live._telemetry.updated()
-                if not isinstance(optimizer, HostOptimizer):
-                    live._store.copies.touched(params_in(optimizer.param_groups))
-
-        def failed_step(optimizer: Optimizer, error: BaseException) -> None:
-            live = check()
-            _STEPPING.discard(optimizer)
-            if live is not None:
-                live._failed(optimizer, error)
-
-        def after_load(optimizer: Optimizer) -> None:
-            live = check()
-            if live is not None:
-                live._steps.begin_again()
-                live._store.half_done.pop(optimizer, None)
-
-        self._after_load = after_load
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
-        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
-        weakref.finalize(self, register_failed_step_hook(failed_step).remove)
+        _CHECKS[self] = None
+        _watch_steps()
         handle_op(torch.ops.aten._local_scalar_dense.default, _refuse_own_number)
 
-    def _begins(self, optimizer: Optimizer) -> None:
+    def begins(self, optimizer: Optimizer) -> None:
+        """A step begins."""
         try:
             self.look_at(optimizer)
         except ZeroGraphError as error:
@@ -183,7 +154,18 @@ class OptimizerCheck:
         if known is None or mine.room.opened is not None or mine.locations.host is not None:
             optimizer.store = mine
 
-    def _failed(self, optimizer: Optimizer, error: BaseException) -> None:
+    def ended(self, optimizer: Optimizer) -> None:
+        """A step has returned."""
+        if self._holds_own(optimizer):
+            self._telemetry.updated()
+            if not isinstance(optimizer, HostOptimizer):
+                self._store.copies.touched(params_in(optimizer.param_groups))
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        self._steps.begin_again()
+        self._store.half_done.pop(optimizer, None)
+
+    def failed(self, optimizer: Optimizer, error: BaseException) -> None:
         """The update is a program of all ranks: those that wait for this one hear of its error at once, the others at
         their next program. A step that is refused has not begun, and a caller that catches that can mend and repeat it.
         """
@@ -245,7 +227,14 @@ class OptimizerCheck:
             self._warn_of_unaveraged(optimizer)
             self._compared[optimizer] = len(self._params)
         if optimizer not in self._passed:
-            optimizer.register_load_state_dict_post_hook(self._after_load)
+            check = weakref.ref(self)  # an optimizer may outlive the backend
+
+            def after_load(loaded: Optimizer) -> None:
+                live = check()
+                if live is not None:
+                    live._loaded(loaded)
+
+            optimizer.register_load_state_dict_post_hook(after_load)
         self._passed[optimizer] = looked_at
 
     def stepped(self) -> list[Optimizer]:
@@ -315,6 +304,35 @@ class OptimizerCheck:
                 "eagerly; of a module of torch.nn itself (nn.Sequential), module.compile() compiles nothing at all: "
                 "use torch.compile(model, backend=...)",
             )
+
+
+_CHECKS: weakref.WeakKeyDictionary[OptimizerCheck, None] = weakref.WeakKeyDictionary()
+"""Those of all living backends, in the order in which these were made."""
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Once for the process: a hook that went with its backend would go while torch goes through its hooks, where that
+    is collected in a step."""
+
+    def before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        for check in list(_CHECKS):
+            check.begins(optimizer)
+        return _with_closure_outside(optimizer, args, kwargs) if optimizer in _STEPPING else (args, kwargs)
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        _STEPPING.discard(optimizer)
+        for check in list(_CHECKS):
+            check.ended(optimizer)
+
+    def failed(optimizer: Optimizer, error: BaseException) -> None:
+        _STEPPING.discard(optimizer)
+        for check in list(_CHECKS):
+            check.failed(optimizer, error)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    register_failed_step_hook(failed)
 
 
 def _with_closure_outside(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -26,13 +26,13 @@ from torch import Tensor
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.machine import is_disk
 from zerograph.optim.factor import Factor
-from zerograph.optim.owner import Owner, StepsOf, Untouched
+from zerograph.optim.owner import Owner, StepsOf
 from zerograph.optim.parts import UpdateRow
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
 from zerograph.runtime.delayed import DelayedUpdate
 from zerograph.runtime.offload.shards import ShardStore
-from zerograph.runtime.torch_private import local_tensor
+from zerograph.runtime.torch_private import Untouched, local_tensor
 
 AT_ONCE = -1
 """Stands for the gather of parameters that no program gathers: the step itself updates them."""

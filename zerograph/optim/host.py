@@ -449,9 +449,9 @@ class HostOptimizer(Optimizer):
         key = tuple(id(s.part) for s in stored)
         if key not in self._streams:
             self._streams[key] = Stream(self, store, stored)
-        return functools.partial(
-            self._streams[key].run, [rule for rule, _ in sources], [own for _, own in sources], factor, [*kept]
-        )
+        stream = self._streams[key]
+        stream.asked()
+        return functools.partial(stream.run, [r for r, _ in sources], [own for _, own in sources], factor, [*kept])
 
     def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: Factor) -> None:
         pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]

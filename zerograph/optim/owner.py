@@ -18,7 +18,6 @@ from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.executor.residency import StepCount, params_in
 from zerograph.runtime.offload.fetches import FetchedRun
 from zerograph.runtime.offload.shards import ShardStore
-from zerograph.runtime.torch_private import versions
 
 
 class Owner(Protocol):
@@ -57,18 +56,6 @@ class Owner(Protocol):
 
     def leave_half_done(self, why: str) -> None:
         """Do not go on before a checkpoint is loaded."""
-
-
-class Untouched:
-    """Tensors that nobody else may write to while an update is under way."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self._versions = tensors, list(map(versions, tensors))
-
-    @property
-    def changed(self) -> list[Tensor]:
-        """Those that somebody has written to."""
-        return [t for t, seen in zip(self._tensors, self._versions, strict=True) if versions(t) != seen]
 
 
 class StepsOf:

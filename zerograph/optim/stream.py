@@ -112,6 +112,9 @@ class Stream:
         # Of members in several chunks: their counts, and copies that all chunks but the last increment.
         self._counts: list[tuple[Tensor, Tensor]] = []
         self._chunks: list[_StoredChunk] = []
+        # Whose versions tell of writes to parameters: when reading ahead began, and when the update was asked for.
+        self._watched = [tensor for part in self.parts for tensor in part.watched]
+        self._ahead_of = self._as_of = self._versions()
         self._timed: TimedUpdate | None = None
         places = {_place(m) for part in self.parts for m in part.members}
         self._mastered = {_place(m) for part in self.parts if part.mastered for m in part.members}
@@ -197,10 +200,18 @@ class Stream:
         Their slots belong to it until :meth:`run` or :meth:`forget`. Until then the store writes to none of it past its
         mappings.
         """
+        self._ahead_of = self._versions()
         for chunk in self._chunks[: SLOTS - 1]:
             chunk.ahead = [kind for kind in chunk.kinds if not (chunk.was_kept and kind is chunk.parameter)]
             for kind in chunk.ahead:
                 self._transfer(self._arena.read, chunk, kind, Priority.later)
+
+    def asked(self) -> None:
+        """The update is asked for: it sees what has been written to parameters by now."""
+        self._as_of = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [tensor._version for tensor in self._watched]
 
     def forget(self) -> None:
         """Have nothing read ahead, and nothing under way."""
@@ -262,13 +273,18 @@ class Stream:
             kept.clear()
 
     def _confirm(self) -> None:
-        """Keep of what was read ahead only what nobody has touched since: a checkpoint that was loaded, the user."""
+        """Keep of what was read ahead only what nobody has touched since: a checkpoint that was loaded, the user.
+
+        Files and pages tell of whoever wrote past torch, but the system may let go of pages, and files are written to
+        by others too until a backward ends.
+        """
+        is_new = all(ahead >= asked for ahead, asked in zip(self._ahead_of, self._as_of, strict=True))
         for chunk in self._chunks[: SLOTS - 1]:
             if chunk.ahead:
                 self._wait(chunk)
                 # Pages that were touched may be gone again, but then the files are newer.
                 touched = any(self._is_touched(kind, chunk.begin, chunk.end) for kind in chunk.ahead)
-                chunk.ahead = chunk.ahead if self._store.slots.is_as_left and not touched else ()
+                chunk.ahead = chunk.ahead if is_new and self._store.slots.is_as_left and not touched else ()
 
     def _is_touched(self, kind: _Slotted, begin: int, end: int) -> bool:
         extent, size = kind.extent, kind.dtype.itemsize
