@@ -14,7 +14,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from facts import append_json, describe, machine_facts
@@ -24,7 +27,7 @@ import zerograph
 from zerograph.core.layout import Layout
 from zerograph.core.plan import Bucket, Param, Placement, Plan
 from zerograph.optim.ring import through_slots
-from zerograph.runtime.offload.nvme import Arena
+from zerograph.runtime.offload.nvme import Arena, Ticket
 from zerograph.runtime.offload.shards import ShardStore
 
 WIDTH = 4096
@@ -48,6 +51,11 @@ def main() -> None:
     arena = store.room.arena
     assert arena is not None
     updates, bare = [], []
+
+    def begin_all(transfer: Callable[..., Ticket], chunk: Any) -> None:
+        for kind in chunk.kinds:
+            stream._transfer(transfer, chunk, kind)
+
     for number in range(args.rounds):
         for which in ("update", "bare") if number % 2 else ("bare", "update"):
             begin = time.perf_counter()
@@ -57,10 +65,10 @@ def main() -> None:
             else:
                 through_slots(
                     stream._chunks,
-                    lambda chunk: stream._start(arena.read, chunk),
+                    partial(begin_all, arena.read),
                     stream._wait,
                     lambda chunk: Nothing(),  # what is read is written again
-                    lambda chunk: stream._start(arena.write, chunk),
+                    partial(begin_all, arena.write),
                 )
                 bare.append(time.perf_counter() - begin)
     ratios = [b / u for b, u in zip(bare, updates, strict=True)]

@@ -77,11 +77,13 @@ class Slots:
     def read_ahead(self) -> None:
         """A backward begins: what the update behind it needs first may come now."""
         if self._background.is_idle:
-            self._read_next()
+            self._read_behind(or_itself=True)
 
-    def _read_next(self) -> None:
+    def _read_behind(self, *, or_itself: bool = False) -> None:
+        """Begin to read for what came behind the last update before; ``or_itself`` for that where nothing did."""
         last = self._last_update()
-        update = self._behind[last]() if last is not None else None
+        behind = self._behind.get(last, self._last_update if or_itself else None) if last is not None else None
+        update = behind() if behind is not None else None
         if update is not None and self._ahead is None:
             self._ahead = update
             update.read_ahead()
@@ -98,12 +100,10 @@ class Slots:
         return self._room.opened is not None and self._stamp == self._room.opened.modified()
 
     def has_run(self, update: ReadsAhead) -> None:
-        """An update has streamed states through the slots; the next one is the one that came behind it before, or it
-        itself where none did."""
+        """An update has streamed states through the slots."""
         last, self._last_update = self._last_update(), weakref.ref(update)
         if last is not None:
             self._behind[last] = weakref.ref(update)
-        self._behind.setdefault(update, weakref.ref(update))
 
     def take(self, update: ReadsAhead | None = None) -> None:
         """The slots are wanted, by ``update`` or somebody else, or what was read ahead may be old."""
@@ -123,7 +123,7 @@ class Slots:
         def works() -> None:
             work()
             if more:
-                self._read_next()
+                self._read_behind()
 
         host = self._locations.host
         return self._background.start(works, host.memory.device if host is not None else None)

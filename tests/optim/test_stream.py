@@ -9,6 +9,7 @@ import errno
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,34 @@ def test_what_was_read_ahead_is_not_read_again_unless_it_was_touched(
     optimizer.step()
     # Four of both moments in both chunks; the system brings neighbours of what is touched.
     assert (len(reads) > 4) is (touches or not arena.direct) and not arena._live
+
+
+def test_what_comes_next_is_read_ahead_only_where_that_is_known(tmp_path: Path) -> None:
+    ring, read = stored(params_of([20_000]), 1, tmp_path).slots, list[str]()
+
+    class Reads:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def read_ahead(self) -> None:
+            read.append(self.name)
+
+        def forget(self) -> None:
+            pass
+
+    def runs(update: Reads) -> None:
+        ring.take(update)
+        ring.has_run(update)
+
+    first, second = Reads("first"), Reads("second")
+    for update in (first, second):  # inside of a backward, the first time
+        ring.in_background(partial(runs, update), more=True).result()
+    assert read == []
+    ring.read_ahead()  # the next backward begins
+    assert read == ["second"]
+    ring.in_background(partial(runs, first), more=True).result()
+    assert read == ["second", "second"]
+    ring.take()
 
 
 def test_a_failed_read_ahead_changes_nothing(tmp_path: Path) -> None:
