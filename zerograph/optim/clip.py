@@ -21,6 +21,7 @@ from zerograph.runtime.comm.collectives import sum_over_ranks
 from zerograph.runtime.comm.communicator import Communicator
 from zerograph.runtime.dtensors import Groups, groups_of_ranks, is_partial, split_over
 from zerograph.runtime.executor import late_gradients
+from zerograph.runtime.executor.residency import Pipeline
 from zerograph.runtime.joined import shards_of
 from zerograph.runtime.torch_private import group_device, local_tensor
 
@@ -102,26 +103,22 @@ def require_stages(stages: object) -> None:
 
 
 def over_stages(
-    total: Tensor, stages: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup], largest: bool = False
+    total: Tensor,
+    stages: dist.ProcessGroup,
+    groups: Iterable[dist.ProcessGroup],
+    *,
+    largest: bool = False,
+    pipeline: Pipeline | None = None,
 ) -> Tensor:
     """``total``, one number, added up over ``stages``, or the ``largest`` of theirs. All of them call this, also one
     without gradients, or with some on another device or of another dtype.
 
     Args:
         groups: over which ``total`` was added up before.
+        pipeline: adds up, where there is one: an error of one of its ranks ends the others' waits.
 
     Raises:
-        ConfigError: ``stages`` shares ranks with one of ``groups``, which would count more than once.
-    """
-    require_one_of_each(stages, groups)
-    there = total.to(group_device(stages), torch.float64)
-    dist.all_reduce(there, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stages)
-    return there.to(total.device)
-
-
-def require_one_of_each(stages: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Raises:
-    ConfigError: ``stages`` has several ranks of one of ``groups``, over which one stage is split.
+        ConfigError: ``stages`` has several ranks of one of ``groups``, which share one stage and would all count.
     """
     ranks = set(dist.get_process_group_ranks(stages))
     for group in groups:
@@ -129,6 +126,12 @@ def require_one_of_each(stages: dist.ProcessGroup, groups: Iterable[dist.Process
         require(
             twice < 2, f"stages has {twice} ranks that share one stage, whose norm would count {twice} times", _STAGES
         )
+    there = total.to("cpu" if pipeline is not None else group_device(stages), torch.float64, copy=True)
+    if pipeline is not None:
+        pipeline.add_up(there)
+    else:
+        dist.all_reduce(there, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stages)
+    return there.to(total.device)
 
 
 _STAGES = 'give the ranks along the pipeline alone, for example mesh["pp"].get_group()'

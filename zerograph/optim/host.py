@@ -31,7 +31,6 @@ from zerograph.optim.clip import (
     over_ranks,
     over_stages,
     power_sum,
-    require_one_of_each,
     require_stages,
 )
 from zerograph.optim.delayed import DelayedSteps, ForwardSteps
@@ -335,18 +334,9 @@ class HostOptimizer(Optimizer):
         replicated = sum(rest, replicated.to(rest[0].device) if rest else replicated)
         if self.stages is None or self._makes_states(asked, total + replicated):
             return total, replicated
-        both = self._over_stages(total + replicated, self.stages, groups)
+        pipeline = self.pipelines.get(self.stages) if self.pipelines is not None else None
+        both = over_stages(total + replicated, self.stages, groups, pipeline=pipeline)
         return both, both.new_zeros(())
-
-    def _over_stages(self, total: Tensor, stages: ProcessGroup, groups: Sequence[ProcessGroup]) -> Tensor:
-        """Where ranks hear of errors through a pipeline, added up by that: an error of one ends the others' waits."""
-        pipeline = self.pipelines.get(stages) if self.pipelines is not None else None
-        if pipeline is None:
-            return over_stages(total, stages, groups)
-        require_one_of_each(stages, groups)
-        both = total.to("cpu", torch.float64, copy=True)
-        pipeline.add_up(both)
-        return both.to(total.device)
 
     def _makes_states(self, asked: Asked, squares: Tensor) -> bool:
         """Whether this is DCP's first step, of zeros, perhaps on the ranks of one stage alone: not the first one of a
