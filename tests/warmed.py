@@ -1,7 +1,7 @@
 """What the server of ranks imports last: a small model is compiled, so that the first one of each rank finds patterns,
 decompositions and caches, which torch makes once in a process. Nothing of it is distributed: ranks would take what is
-cached of a group that was for their own. Where there is an accelerator nothing is: threads of autograd are for the
-devices that were there when the first backward ran, which here is one of a pattern."""
+cached of a group that was for their own. With a torch that was built for an accelerator nothing is, whether there is one
+or not: autograd's first backward, which here is one of a pattern, starts threads for it, and refuses to run in a fork."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._inductor.fx_passes import joint_graph
 
 import zerograph.runtime.comm.two_level  # noqa: F401
 
-if not os.environ.get(device.LIBRARY) and not torch.cuda.is_available():
+if not os.environ.get(device.LIBRARY) and torch.accelerator.current_accelerator() is None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
     torch.compile(model, backend="aot_eager")(torch.zeros(4, 8))
     torch.compiler.reset()
