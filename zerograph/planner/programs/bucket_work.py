@@ -3,8 +3,10 @@ a scheduler, from what tells it apart."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from zerograph.core.instructions import (
     Compute,
@@ -82,16 +84,54 @@ def wait_fetch(scheduler: Scheduler, register: int) -> WaitFetch:
     return WaitFetch(register)
 
 
-def slice_of(
-    scheduler: Scheduler, piece: Piece, full: Compute, number: int, read: tuple[int, ...], makes: tuple[int, ...]
-) -> Compute:
-    """One slice of a piece, which holds what the piece holds from the first to the last of them."""
-    name = f"work of {scheduler.profile.regions[piece.region].phase} {piece.compute.module or 'outside of layers'}"
+class Slice(NamedTuple):
+    """One slice of a piece on tiles, as every coarse program has it.
+
+    Attributes:
+        waits: for the tiles that it reads.
+        frees: those of tiles that no later slice reads.
+        ready: tiles whose gradient it completes, with the registers of that.
+    """
+
+    waits: list[tuple[BucketPart, WaitGather]]
+    compute: Compute
+    frees: list[Free]
+    ready: list[tuple[BucketPart, tuple[int, ...]]]
+
+
+def slices_of(
+    scheduler: Scheduler, piece: Piece, full: Compute, parts: Sequence[Sequence[BucketPart]]
+) -> list[Slice]:
+    """The slices of a piece, which is ``full`` in one; ``parts`` are the tiles of each bucket."""
+    once, slices, found = scheduler.once, piece.slices, list[Slice]()
+    name = f"work of {scheduler.profile.regions[piece.region].phase} {full.module or 'outside of layers'}"
     key = ("work", piece.region, piece.temporary)
+    # What the piece holds is held from the first slice to the last.
     work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
-    writes = (*full.writes, *work, *makes) if number == 0 else makes
-    dead = (*full.dead, *work) if number == piece.slices - 1 else ()
-    return scheduler.compute(full.segment, writes, dead, full.module, full.source, read, full.token_tiles)
+    for i in range(slices):
+        waits, frees, ready = list[tuple[BucketPart, WaitGather]](), list[Free](), list[tuple[BucketPart, tuple[int]]]()
+        read, writes = list[int](), [*full.writes, *work] if i == 0 else []
+        for bucket in dict.fromkeys((*piece.reads, *piece.makes)):
+            tiles = len(parts[bucket])
+            # A piece runs in as many slices as its finest bucket has tiles: others keep a tile for several slices.
+            tile = i * tiles // slices
+            begins = i == 0 or tile != (i - 1) * tiles // slices
+            ended = i == slices - 1 or tile != (i + 1) * tiles // slices
+            part = parts[bucket][tile]
+            if bucket in piece.reads:
+                waits.append((part, once(wait_gather, part, None)))
+                read.append(unsharded_register(scheduler, part, None))
+                frees += [once(free, part, None, False)] if ended else []
+            if bucket in piece.makes:
+                gradient = full_gradient(scheduler, part)
+                writes += [gradient] if begins else []
+                ready += [(part, (gradient,))] if ended else []
+        dead = (*full.dead, *work) if i == slices - 1 else ()
+        compute = scheduler.compute(
+            full.segment, tuple(writes), dead, full.module, full.source, tuple(read), full.token_tiles
+        )
+        found.append(Slice(waits, compute, frees, ready))
+    return found
 
 
 def bring(
@@ -197,12 +237,11 @@ def reduce(scheduler: Scheduler, part: BucketPart, leaves: bool, grads: tuple[in
     return Reduce(part.bucket, (), reads, out, grads, part.summed, part.tile, part.tiles, averaged=part.averaged)
 
 
-def wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool) -> WaitReduce:
+def wait_reduce(scheduler: Scheduler, part: BucketPart, out: int, leaves: bool, last: bool) -> WaitReduce:
     outs: tuple[int, ...] = (norm_register(scheduler),) if last else ()
     if leaves:
-        part = scheduler.bucket_parts(reduce.bucket, reduce.tiles)[reduce.tile]
         key = ("stays", *part.place)
         # What is not sharded stays on the device.
         size = part.reduced - part.shards.gradient
         outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
-    return WaitReduce(reduce.out, outs, bucket=reduce.bucket, tile=reduce.tile, tiles=reduce.tiles)
+    return WaitReduce(out, outs, bucket=part.bucket, tile=part.tile, tiles=part.tiles)

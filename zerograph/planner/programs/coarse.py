@@ -18,23 +18,21 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
-from zerograph.core.instructions import Compute, Instruction, Reduce, WaitFetch, kept_shards, last_work
+from zerograph.core.instructions import Compute, Instruction, WaitFetch, kept_shards, last_work
 from zerograph.core.machine import Tier, hops, is_disk
 from zerograph.core.placement import reads_again, updated_late
 from zerograph.core.plan import Bucket, Placement, Plan
 from zerograph.core.program import Program, ends_resident, stays_resident
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.planner.programs import bucket_work
+from zerograph.planner.programs.bucket_work import Slice
 from zerograph.planner.programs.host_parts import with_host_parts
 from zerograph.planner.programs.placement import BucketPart
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
 from zerograph.planner.programs.updates import follow_late, slot_of, update_beside, update_late, update_offloaded
-
-T = TypeVar("T")
 
 
 def coarse_programs(
@@ -70,7 +68,7 @@ class _CoarsePrograms:
         if plan.overlap == "backward" and not adds:
             self.buckets = [replace(bucket, placement=plan.placement_of(bucket)) for bucket in plan.buckets]
             self.inside = {bucket.index for bucket in plan.buckets if plan.updated_inside(bucket)}
-        self.made, self.registers = scheduler.made, scheduler.registers
+        self.made, self.registers, self._once = scheduler.made, scheduler.registers, scheduler.once
         self.programs: list[Program] = []
         self.instructions: list[Instruction] = []
         self.kind = "forward"
@@ -82,7 +80,8 @@ class _CoarsePrograms:
         self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
         self.unsharded: set[int] = set()  # buckets; of tiled ones the first tile
         self.fetched: set[int] = set()  # buckets whose gathers follow
-        self.under_way: list[tuple[Reduce, bool, bool]] = []  # not waited for; if some leave; added to others
+        # Reductions that are not waited for: of what, into which register, if some leaves, if it is added to others.
+        self.under_way: list[tuple[BucketPart, int, bool, bool]] = []
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
         # Buckets and tiles that have a reduced gradient, to which others are added.
         self.summed = {(i, tile) for i, tiles in enumerate(self.parts) for tile in range(len(tiles)) if adds}
@@ -130,13 +129,6 @@ class _CoarsePrograms:
             )
         )  # fmt: skip
         self.given = ()
-
-    def _once(self, make: Callable[..., T], *key: object) -> T:
-        """The result of ``make`` for ``key``, which tells it apart from all else that it makes."""
-        found: T | None = self.made.get((make, *key))
-        if found is None:
-            found = self.made[make, *key] = make(self.scheduler, *key)
-        return found
 
     def _phase(self, phase: PhaseWork) -> None:
         instructions = self.instructions
@@ -196,40 +188,32 @@ class _CoarsePrograms:
         found: Compute = self.made[key]
         return found
 
+    def _slices(self, piece: Piece) -> Sequence[Slice]:
+        """The slices of a piece on tiles."""
+        key = (bucket_work.slices_of, piece, self.saved)
+        if key not in self.made:
+            full = self._offloading(piece) if self.saved is not None else piece.compute
+            self.made[key] = bucket_work.slices_of(self.scheduler, piece, full, self.parts)
+        found: Sequence[Slice] = self.made[key]
+        return found
+
     def _tiled(self, piece: Piece) -> None:
         """Slices of a piece: the tiles that each works on come before it, and are free and reduced after it."""
-        instructions, slices = self.instructions, piece.slices
-        full = self._offloading(piece) if self.saved is not None else piece.compute
+        instructions = self.instructions
         # The first tile may be there: the interval's gather, which began ahead, is of that one.
         brought = {bucket: int(bucket in self.unsharded) for bucket in piece.reads}
         self.unsharded.difference_update(piece.reads)
-        for i in range(slices):
-            read: list[int] = []
-            makes: list[int] = []
-            free: list[BucketPart] = []
-            ends: list[BucketPart] = []
-            for bucket in (*piece.reads, *(b for b in piece.makes if b not in piece.reads)):
-                tiles = self.buckets[bucket].tiles
-                # A piece runs in as many slices as its finest bucket has tiles: others keep a tile for several slices.
-                tile = i * tiles // slices
-                begins = i == 0 or tile != (i - 1) * tiles // slices
-                ended = i == slices - 1 or tile != (i + 1) * tiles // slices
-                part = self.parts[bucket][tile]
-                if bucket in brought:
-                    for ahead in range(brought[bucket], min(tiles, tile + self.ahead[bucket] + 1) if begins else 0):
-                        self._bring(bucket, ahead)
-                        brought[bucket] += 1
-                    instructions.append(self._once(bucket_work.wait_gather, part, None))
-                    read.append(self._once(bucket_work.unsharded_register, part, None))
-                    free += [part] if ended else []
-                if bucket in piece.makes:
-                    makes += [self._once(bucket_work.full_gradient, part)] if begins else []
-                    ends += [part] if ended else []
-            instructions.append(self._once(bucket_work.slice_of, piece, full, i, tuple(read), tuple(makes)))
-            for part in free:
-                instructions.append(self._once(bucket_work.free, part, None, False))
-            for part in ends:
-                self._reduce(part.bucket, part.tile, (self._once(bucket_work.full_gradient, part),))
+        for each in self._slices(piece):
+            for part, wait in each.waits:
+                bucket = part.bucket
+                for ahead in range(brought[bucket], min(part.tiles, part.tile + self.ahead[bucket] + 1)):
+                    self._bring(bucket, ahead)
+                    brought[bucket] += 1
+                instructions.append(wait)
+            instructions.append(each.compute)
+            instructions += each.frees
+            for part, gradients in each.ready:
+                self._reduce(part.bucket, part.tile, gradients)
 
     def _gather(self, bucket: int) -> None:
         if bucket not in self.unsharded:
@@ -292,22 +276,22 @@ class _CoarsePrograms:
         self.summed.add((bucket, tile))
         added = again and self.buckets[bucket].placement.spilled == "device"
         reduce = self._once(bucket_work.reduce, part, leaves, grads, added)
-        self.under_way.append((reduce, leaves, again))
+        self.under_way.append((part, reduce.out, leaves, again))
         self.instructions.append(reduce)
 
     def _wait_reduce(self, last: bool = False) -> None:
         """The next compute waits for the oldest reduction, whose gradient is offloaded; with the ``last`` one all
         gradients are there."""
-        reduce, leaves, again = self.under_way.pop(0)
-        self.instructions.append(self._once(bucket_work.wait_reduce, reduce, leaves and not again, last))
+        part, out, leaves, again = self.under_way.pop(0)
+        self.instructions.append(self._once(bucket_work.wait_reduce, part, out, leaves and not again, last))
         if last:
             self.norm = bucket_work.norm_register(self.scheduler)
         if leaves:
-            bucket, tile, tier = reduce.bucket, reduce.tile, self.buckets[reduce.bucket].placement.spilled
+            bucket, tile, tier = part.bucket, part.tile, self.buckets[part.bucket].placement.spilled
             if tier != "device":
                 into = self._gradient(bucket, tile)
-                there, label = (into,) if again else (), self.parts[bucket][tile].label
-                self._down("gradient", label, bucket, tile, (reduce.out,), (into,), tier, there)
+                there = (into,) if again else ()
+                self._down("gradient", part.label, bucket, tile, (out,), (into,), tier, there)
 
     def _leaves(self, bucket: int) -> bool:
         """Whether shards of the gradients of a bucket leave, or are used up, apart from unsharded ones."""

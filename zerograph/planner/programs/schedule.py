@@ -12,11 +12,11 @@ programs of a plan.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from zerograph.core.instructions import Compute, Update
 from zerograph.core.machine import Tier
@@ -31,6 +31,8 @@ from zerograph.planner.profile.regions import Atom, Life, Profile
 from zerograph.planner.programs.placement import BucketPart, bucket_parts, device_update, ring_bytes, streamed
 from zerograph.sim.costs import Costs, TierBytes
 from zerograph.sim.rates import Rates
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +133,7 @@ class Scheduler:
         self.names, self.buckets = names, buckets
         self.bucket_of = {p.name: i for i, params in enumerate(buckets) for p in params}
         self.registers, self.segments, self.costs = Registers(), list[Segment](), Costs(rates)
-        self.made: dict[tuple[Any, ...], Any] = {}
+        self.made: dict[tuple[object, ...], Any] = {}
         work = [region.work[0] for region in profile.regions]  # gradients are the same at all options
         self._full_gradients = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
         self._segments: dict[tuple[int, ...], int] = {}
@@ -149,6 +151,13 @@ class Scheduler:
     def fresh(self) -> Scheduler:
         """The same without the registers and segments of coarse programs so far."""
         return Scheduler(self.profile, self.buckets, self.names, self.rates, self.moments)
+
+    def once(self, make: Callable[..., T], *key: object) -> T:
+        """The result of ``make`` for ``key``, which tells it apart from all else that it makes."""
+        found: T | None = self.made.get((make, *key))
+        if found is None:
+            found = self.made[make, *key] = make(self, *key)
+        return found
 
     def options(self, plan: Plan) -> tuple[int, ...]:
         """The option of every layer of the profile under ``plan``."""
