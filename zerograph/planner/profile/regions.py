@@ -193,12 +193,14 @@ class _Crossing:
         until: for each memory that is read in another region than the one that makes it, the last such region of its
             phase.
         gradients: full gradients by the parameter they belong to; they live until they are reduced.
+        leaves: values that outlive the region that makes them, whatever is saved.
         fuses: of each operation whether it computes, and is no kernel of its own, nor takes one's results apart.
         operators: each as the profile of memory sees it.
     """
 
     until: dict[int, int]
     gradients: dict[int, str]
+    leaves: Set[int]
     fuses: list[bool]
     operators: list[Operator]
 
@@ -219,7 +221,8 @@ def _crossing(graph: Graph, region_of: Sequence[int]) -> _Crossing:
             elif region_of[i] != region_of[maker] and (maker < graph.backward) == (i < graph.backward):
                 until[owner] = max(until.get(owner, 0), region_of[i])
     fuses = [_fuses(graph, i) for i in range(len(graph.ops))]
-    return _Crossing(until, gradients, fuses, [_operator(graph, i, fuses[i]) for i in range(len(graph.ops))])
+    leaves = {*until, *gradients, *graph.outputs}
+    return _Crossing(until, gradients, leaves, fuses, [_operator(graph, i, fuses[i]) for i in range(len(graph.ops))])
 
 
 def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], crossing: _Crossing) -> tuple[Life, ...]:
@@ -275,9 +278,13 @@ def _region(graph: Graph, span: tuple[int, int], found: Sequence[Saved], crossin
     layer = graph.layer[begin]
     ops = graph.ops[begin:end]
     source = next((op.source for op in ops if op.source), "")
-    work = tuple(_work(graph, _sequence(graph, begin, end, s), s, crossing, works) for s in found)
+    work = []
+    for s in found:
+        # Operations that run again make what they make for this region alone.
+        stays = frozenset(v for v in graph.writes[begin:end] if v in crossing.leaves or v in s.until)
+        work.append(_work(graph, _sequence(graph, begin, end, s), stays, crossing, works))
     module, tiles = layer or max(ops, key=lambda op: op.flops).module, max(op.token_tiles for op in ops)
-    return Region(first.phase, layer, module, source, work, tiles)
+    return Region(first.phase, layer, module, source, tuple(work), tiles)
 
 
 def _sequence(graph: Graph, begin: int, end: int, saved_values: Saved) -> list[int]:
@@ -288,14 +295,11 @@ def _sequence(graph: Graph, begin: int, end: int, saved_values: Saved) -> list[i
     return [k for i in range(begin, end) for k in (*saved_values.repeats.get(i, ()), i)]
 
 
-def _work(graph: Graph, sequence: Sequence[int], saved_values: Saved, crossing: _Crossing, works: Works) -> Work:
-    made = {graph.writes[i] for i in sequence}
-    backward = sequence[-1] >= graph.backward
-    stays = {v for v in made if _stays(graph, v, backward, saved_values, crossing)}
+def _work(graph: Graph, sequence: Sequence[int], stays: frozenset[int], crossing: _Crossing, works: Works) -> Work:
     # Variants number values alike, and share the operations that they do not change. While the operations are kept, no
     # other has the identity of one.
     ops = [graph.ops[i] for i in sequence]
-    key = (tuple(map(id, ops)), frozenset(stays))
+    key = (tuple(map(id, ops)), stays)
     if key not in works:
         works[key] = ops, _counted(graph, sequence, stays, crossing)
     return works[key][1]
@@ -330,14 +334,6 @@ def _fuses(graph: Graph, i: int) -> bool:
         return False
     tuples = (graph.maker[r] for r in graph.reads[i] if not graph.values[r].bytes and graph.maker[r] >= 0)
     return not any(graph.ops[k].moved for k in (i, *tuples))
-
-
-def _stays(graph: Graph, value: int, backward: bool, saved_values: Saved, crossing: _Crossing) -> bool:
-    """Whether ``value``, made in a region of the phase given, outlives the region."""
-    if backward and graph.maker[value] < graph.backward:
-        return False  # it is made again, for this region alone
-    leaves = value in crossing.until or value in crossing.gradients or value in graph.outputs
-    return leaves or value in saved_values.until
 
 
 def _atoms(graph: Graph, sequence: Sequence[int], outside: int, crossing: _Crossing) -> Iterator[Atom]:

@@ -83,12 +83,10 @@ def _section(facts: Sequence[Fact], layers: Layers, begin: int, end: int, gather
     # A period as long as the one before has the same tasks. Else it misses some that come from far ahead, and the last
     # tasks of the first period have their twins before it all the same.
     period = periods[len(periods[0]) == len(periods[1])]
-    tasks = range(cuts[0], cuts[-1])
-    gathers = {task for task in tasks if _gathers(facts[task])}
-    fetches = {task for task in tasks if _fetches_activations(facts[task])}
-    adds = gathers.intersection(_steady(periods, gathered)) | fetches.intersection(_steady(periods, fetch_ahead))
+    adds = {task for task in _steady(periods, gathered) if _gathers(facts[task])}
+    adds.update(task for task in _steady(periods, fetch_ahead) if _fetches_activations(facts[task]))
     # All else follows the compute, as gradients that leave some reductions later, and is steady in the last period.
-    adds.update(set(periods[-1]) - gathers - fetches)
+    adds.update(task for task in periods[-1] if not (_gathers(facts[task]) or _fetches_activations(facts[task])))
     return Section(begin, cuts[2], period, len(period), frozenset(adds))
 
 

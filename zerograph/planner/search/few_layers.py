@@ -307,14 +307,13 @@ class _Carrier:
         scheduler = target.scheduler
         recomputed, _ = scheduler.profile.recomputed(scheduler.options(target.plan))
         self._recomputes = set(recomputed) in (set(), set(scheduler.profile.layers))
+        self._made: dict[tuple[object, ...], Bucket] = {}
 
     def __call__(self, plan: Plan) -> Plan:
         source, does_as = self._source.scheduler, self._does_as
         base, profile = self._target.plan, self._target.scheduler.profile
-        buckets = tuple(
-            replace(bucket, **{name: getattr(plan.buckets[like], name) for name in _OF_BUCKET})
-            for bucket, like in zip(base.buckets, self._like, strict=True)
-        )
+        decisions = [tuple(getattr(bucket, name) for name in _OF_BUCKET) for bucket in plan.buckets]
+        buckets = tuple(self._bucket(i, decisions[like]) for i, like in enumerate(self._like))
         found = {name: getattr(plan, name) for name in _OF_PLAN}
         if self._recomputes:
             now = dict(zip(source.profile.layers, source.options(plan), strict=True))
@@ -331,6 +330,14 @@ class _Carrier:
             for rest, tier in offloaded.get(does_as.get(layer, layer), ())
         )
         return replace(base, buckets=buckets, **found)
+
+    def _bucket(self, index: int, decisions: tuple[Any, ...]) -> Bucket:
+        """A bucket of the target with other decisions."""
+        key = (index, decisions)
+        if key not in self._made:
+            own = dict(zip(_OF_BUCKET, decisions, strict=True))
+            self._made[key] = replace(self._target.plan.buckets[index], **own)
+        return self._made[key]
 
 
 def _by_layer(space: SearchSpace) -> dict[str, list[int]]:
