@@ -118,7 +118,7 @@ class Scheduler:
     Attributes:
         registers, segments: of all coarse programs.
         costs: of their instructions.
-        made: instructions by what tells them apart, as coarse programs share them.
+        made: instructions, parts of buckets and segments by what tells them apart, as coarse programs share them.
     """
 
     def __init__(
@@ -128,16 +128,22 @@ class Scheduler:
         names: Sequence[str],
         rates: Rates,
         moments: int = 2,
+        beside: Iterable[Scheduler] = (),
     ) -> None:
+        """
+        Args:
+            beside: schedulers of variants of the step; with one of the same buckets this one shares what it makes.
+        """
         self.profile, self.rates, self.moments = profile, rates, moments
         self.names, self.buckets = names, buckets
         self.bucket_of = {p.name: i for i, params in enumerate(buckets) for p in params}
-        self.registers, self.segments, self.costs = Registers(), list[Segment](), Costs(rates)
-        self.made: dict[tuple[object, ...], Any] = {}
         work = [region.work[0] for region in profile.regions]  # gradients are the same at all options
         self._full_gradients = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
-        self._segments: dict[tuple[int, ...], int] = {}
-        self._bucket_parts: dict[tuple[int, int], tuple[BucketPart, ...]] = {}
+        alike = next((other for other in beside if self._of_buckets() == other._of_buckets()), None)
+        self.registers = Registers() if alike is None else alike.registers
+        self.segments: list[Segment] = [] if alike is None else alike.segments
+        self.costs = Costs(rates) if alike is None else alike.costs
+        self.made: dict[tuple[object, ...], Any] = {} if alike is None else alike.made
         self._all: dict[tuple[int, ...], tuple[tuple[BucketPart, ...], ...]] = {}
         self._parts: dict[tuple[int, int], list[_RegionPart]] = {}
         self._options: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, ...]] = {}
@@ -147,6 +153,10 @@ class Scheduler:
         self._held: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         self._moved: dict[tuple[int, Placement], TierBytes] = {}
         self._streamed = [streamed(params) for params in buckets]
+
+    def _of_buckets(self) -> tuple[object, ...]:
+        """All that instructions of buckets are made from."""
+        return (self.rates, self.moments, self.names, self.buckets, self._full_gradients)
 
     def fresh(self) -> Scheduler:
         """The same without the registers and segments of coarse programs so far."""
@@ -183,12 +193,11 @@ class Scheduler:
 
     def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
         """The parts of a bucket; one if it is not tiled."""
-        key = (bucket, tiles)
-        if key not in self._bucket_parts:
-            self._bucket_parts[key] = bucket_parts(
-                bucket, self.names[bucket], self.buckets[bucket], tiles, self._full_gradients, self.rates, self.moments
-            )
-        return self._bucket_parts[key]
+        return self.once(Scheduler._cut, bucket, tiles)
+
+    def _cut(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
+        name, params = self.names[bucket], self.buckets[bucket]
+        return bucket_parts(bucket, name, params, tiles, self._full_gradients, self.rates, self.moments)
 
     def all_bucket_parts(self, tiles: tuple[int, ...]) -> tuple[tuple[BucketPart, ...], ...]:
         """The parts of every bucket."""
@@ -233,10 +242,10 @@ class Scheduler:
 
     def segment(self, flops: int, moved: int, packed: int, temporary: int, slices: int = 1) -> int:
         """The segment of that much work."""
-        key = (flops, moved, packed, temporary, slices)
-        found = self._segments.get(key)
+        key = ("segment", flops, moved, packed, temporary, slices)
+        found: int | None = self.made.get(key)
         if found is None:
-            found = self._segments[key] = len(self.segments)
+            found = self.made[key] = len(self.segments)
             self.segments.append(Segment("", 0, flops, moved, SegmentProfile((temporary,)), slices, packed))
         return found
 

@@ -51,13 +51,14 @@ class FewLayers(SearchSpace):
         full: the space of all layers.
     """
 
-    def __init__(self, full: SearchSpace, run: Sequence[str]) -> None:
+    def __init__(self, full: SearchSpace, run: Sequence[str], beside: Sequence[FewLayers]) -> None:
         self.full = full
         half = PERIOD // 2
         few = [*run[:half], *run[-half:]]
         super().__init__(**_without(full, run[half:-half]))
         self._to_full = _Carrier(self, full, {layer: few[i % PERIOD] for i, layer in enumerate(run)})
-        self._simulated_space = space = SearchSpace(**_without(full, run[SIMULATED - half : -half]))
+        others = [few._simulated_space for few in beside]
+        self._simulated_space = space = SearchSpace(**_without(full, run[SIMULATED - half : -half]), beside=others)
         layers = [*run[: SIMULATED - half], *run[-half:]]
         self._to_simulated = _Carrier(self, space, {layer: few[i % PERIOD] for i, layer in enumerate(layers)})
         number, own = {layer: i for i, layer in enumerate(layers)}, _by_layer(space)
@@ -117,10 +118,10 @@ class FewLayers(SearchSpace):
         return found
 
 
-def by_few_layers(space: SearchSpace) -> FewLayers | None:
-    """The same plans judged by few layers, where there are many alike."""
+def by_few_layers(space: SearchSpace, beside: Sequence[FewLayers] = ()) -> FewLayers | None:
+    """The same plans judged by few layers, where there are many alike; ``beside`` are those of variants of the step."""
     run = _run(space)
-    return FewLayers(space, run) if run else None
+    return FewLayers(space, run, beside) if run else None
 
 
 def _run(space: SearchSpace) -> list[str]:

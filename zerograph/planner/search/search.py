@@ -36,7 +36,7 @@ from zerograph.planner.profile.token_tiles import regions_of
 from zerograph.planner.search.constraints import PREFETCHES, Constraints
 from zerograph.planner.search.decisions import all_decisions, staying
 from zerograph.planner.search.deep_search import LEAVING, LEAVING_LARGE, DeepSearch, Look
-from zerograph.planner.search.few_layers import by_few_layers
+from zerograph.planner.search.few_layers import FewLayers, by_few_layers
 from zerograph.planner.search.local_search import GROUPS, WORK, LocalSearch
 from zerograph.planner.search.search_space import Candidate, SearchSpace, frontier, limits, overrun, variant_of
 from zerograph.planner.search.variants import Variant, same_variants, spaces_of, variants_of
@@ -100,12 +100,11 @@ class Search:
             # The first variant has the loss whole, or as it is fixed: what stays on the device is of that one, unless
             # tiles of the loss are all that is open.
             known = [] if like is None else like._every_space
-            self.spaces, *parts = [
-                list(spaces_of(step, constraints, machine, self.states, moments, variant, known))
-                for variant in self.variants
-            ]
-            spaces = [*self.spaces, *chain.from_iterable(parts)]
-            self._every_space: list[SearchSpace] = spaces
+            spaces: list[SearchSpace] = []
+            for variant in self.variants:
+                spaces += list(spaces_of(step, constraints, machine, self.states, moments, variant, known, spaces))
+            self.spaces = [space for space in spaces if space.scheduler.profile is self.variants[0].profile]
+            self._every_space = spaces
             self._deep = self._deep_search(spaces)
             if self._deep is not None:
                 return
@@ -133,9 +132,12 @@ class Search:
         leaving = LEAVING
         if looks and len(self.spaces[-1].plan.buckets) > LARGE:
             looks, leaving = [one for one in looks if one.offload == "parameters"], LEAVING_LARGE
-        few = [space for space in map(by_few_layers, spaces if looks else ()) if space is not None]
-        if not few or len(few) < len(spaces):
-            return None
+        few: list[FewLayers] = []
+        for space in spaces:
+            found = by_few_layers(space, few) if looks else None
+            if found is None:
+                return None
+            few.append(found)
         return DeepSearch([_look(one, few, self.tiers) for one in (self.constraints, *looks)], leaving)
 
     def with_one_fixed(self) -> Iterator[Constraints]:

@@ -80,15 +80,18 @@ class SearchSpace:
     def __init__(
         self, profile: Profile, plan: Plan, rates: Rates, held: TierBytes, *, moments: int = 2,
         most_tiles: tuple[int, ...] = (), size: int = 0, like: SearchSpace | None = None,
+        beside: Iterable[SearchSpace] = (),
     ) -> None:  # fmt: skip
         """
         Args:
             like: a space of the same profile and buckets, whose simulations are taken.
+            beside: spaces of variants of the step; with one of the same buckets this one shares instructions.
         """
         self.plan, self.held, self.size = plan, held, size
         self.most_tiles = most_tiles or (1,) * len(plan.buckets)
         params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
-        own = Scheduler(profile, params, names, rates, moments) if like is None else like.scheduler
+        others = (space.scheduler for space in beside)
+        own = Scheduler(profile, params, names, rates, moments, others) if like is None else like.scheduler
         self.scheduler: Scheduler = own
         self.work = 0
         self._known: dict[object, Candidate] = {}

@@ -111,8 +111,10 @@ def spaces_of(
     moments: int,
     variant: Variant,
     known: Sequence[SearchSpace] = (),
+    beside: Sequence[SearchSpace] = (),
 ) -> Iterator[SearchSpace]:
-    """One per distinct way to put parameters into buckets; of the same step and machine others may be ``known``."""
+    """One per distinct way to put parameters into buckets; of the same step and machine others may be ``known``, and
+    those of other variants stand ``beside`` them."""
     seen = set()
     for size in BUCKET_SIZES if constraints.bucket_size is None else (constraints.bucket_size,):
         plan = plan_step(
@@ -149,8 +151,9 @@ def spaces_of(
             alike = (s for s in known if s.scheduler.profile is variant.profile)
             like = next((s for s in alike if [bucket.params for bucket in s.plan.buckets] == params), None)
             yield SearchSpace(
-                variant.profile, plan, rates, held, moments=moments, most_tiles=most, size=size, like=like
-            )
+                variant.profile, plan, rates, held, moments=moments, most_tiles=most, size=size, like=like,
+                beside=beside,
+            )  # fmt: skip
 
 
 def most_tiles(plan: Plan, size: int, untiled: Container[str] = ()) -> tuple[int, ...]:
