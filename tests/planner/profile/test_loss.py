@@ -174,6 +174,16 @@ def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
     assert untiled.best[0].peak > LOGITS
 
 
+def test_variants_with_the_same_buckets_share_instructions_and_take_the_seconds_that_they_take_alone() -> None:
+    search = Search(with_head(), Constraints("auto", WORLD, tile=True), GPU)
+    shared = {id(space.scheduler.made) for space in search._every_space}
+    assert len(shared) == len({tuple(b.params for b in space.plan.buckets) for space in search._every_space})
+    assert len({found.plan.loss_tiles for found in search.best}) > 1
+    for found in search.best:
+        forecast, _ = forecast_plan(found.space.scheduler.fresh(), found.plan)
+        assert (forecast.seconds, forecast.peaks["device"].bytes) == (found.seconds, found.peak)
+
+
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_updates_run_beside_programs_whose_forward_makes_gradients_of_the_head(overlap: Overlap) -> None:
     """Of a loss in tiles the backward scales and reduces them."""

@@ -99,9 +99,7 @@ class Slice(NamedTuple):
     ready: list[tuple[BucketPart, tuple[int, ...]]]
 
 
-def slices_of(
-    scheduler: Scheduler, piece: Piece, full: Compute, parts: Sequence[Sequence[BucketPart]]
-) -> list[Slice]:
+def slices_of(scheduler: Scheduler, piece: Piece, full: Compute, parts: Sequence[Sequence[BucketPart]]) -> list[Slice]:
     """The slices of a piece, which is ``full`` in one; ``parts`` are the tiles of each bucket."""
     once, slices, found = scheduler.once, piece.slices, list[Slice]()
     name = f"work of {scheduler.profile.regions[piece.region].phase} {full.module or 'outside of layers'}"
@@ -109,7 +107,7 @@ def slices_of(
     # What the piece holds is held from the first slice to the last.
     work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
     for i in range(slices):
-        waits, frees, ready = list[tuple[BucketPart, WaitGather]](), list[Free](), list[tuple[BucketPart, tuple[int]]]()
+        one = Slice([], full, [], [])
         read, writes = list[int](), [*full.writes, *work] if i == 0 else []
         for bucket in dict.fromkeys((*piece.reads, *piece.makes)):
             tiles = len(parts[bucket])
@@ -119,18 +117,18 @@ def slices_of(
             ended = i == slices - 1 or tile != (i + 1) * tiles // slices
             part = parts[bucket][tile]
             if bucket in piece.reads:
-                waits.append((part, once(wait_gather, part, None)))
+                one.waits.append((part, once(wait_gather, part, None)))
                 read.append(unsharded_register(scheduler, part, None))
-                frees += [once(free, part, None, False)] if ended else []
+                one.frees.extend([once(free, part, None, False)] if ended else [])
             if bucket in piece.makes:
                 gradient = full_gradient(scheduler, part)
                 writes += [gradient] if begins else []
-                ready += [(part, (gradient,))] if ended else []
+                one.ready.extend([(part, (gradient,))] if ended else [])
         dead = (*full.dead, *work) if i == slices - 1 else ()
         compute = scheduler.compute(
             full.segment, tuple(writes), dead, full.module, full.source, tuple(read), full.token_tiles
         )
-        found.append(Slice(waits, compute, frees, ready))
+        found.append(one._replace(compute=compute))
     return found
 
 

@@ -140,9 +140,9 @@ class Scheduler:
         work = [region.work[0] for region in profile.regions]  # gradients are the same at all options
         self._full_gradients = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
         alike = next((other for other in beside if self._of_buckets() == other._of_buckets()), None)
-        self.registers = Registers() if alike is None else alike.registers
+        self.registers: Registers = Registers() if alike is None else alike.registers
         self.segments: list[Segment] = [] if alike is None else alike.segments
-        self.costs = Costs(rates) if alike is None else alike.costs
+        self.costs: Costs = Costs(rates) if alike is None else alike.costs
         self.made: dict[tuple[object, ...], Any] = {} if alike is None else alike.made
         self._all: dict[tuple[int, ...], tuple[tuple[BucketPart, ...], ...]] = {}
         self._parts: dict[tuple[int, int], list[_RegionPart]] = {}

@@ -58,7 +58,8 @@ class FewLayers(SearchSpace):
         super().__init__(**_without(full, run[half:-half]))
         self._to_full = _Carrier(self, full, {layer: few[i % PERIOD] for i, layer in enumerate(run)})
         others = [few._simulated_space for few in beside]
-        self._simulated_space = space = SearchSpace(**_without(full, run[SIMULATED - half : -half]), beside=others)
+        space = SearchSpace(**_without(full, run[SIMULATED - half : -half]), beside=others)
+        self._simulated_space: SearchSpace = space
         layers = [*run[: SIMULATED - half], *run[-half:]]
         self._to_simulated = _Carrier(self, space, {layer: few[i % PERIOD] for i, layer in enumerate(layers)})
         number, own = {layer: i for i, layer in enumerate(layers)}, _by_layer(space)

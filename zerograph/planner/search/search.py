@@ -104,7 +104,7 @@ class Search:
             for variant in self.variants:
                 spaces += list(spaces_of(step, constraints, machine, self.states, moments, variant, known, spaces))
             self.spaces = [space for space in spaces if space.scheduler.profile is self.variants[0].profile]
-            self._every_space = spaces
+            self._every_space: list[SearchSpace] = spaces
             self._deep = self._deep_search(spaces)
             if self._deep is not None:
                 return
