@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import _MultiDeviceReplicator
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,6 +25,24 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of ``tensor``: the very object, at no cost. ``to_local()`` takes part in autograd, and then
     makes a new tensor each time. Seen in 2.11, 2.13."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
+
+
+@cache
+def scales_reach_host() -> None:
+    """Let ``GradScaler`` wait until its scale has come to the host, where gradients are that it unscales there.
+
+    torch copies it as one that nobody waits for, into page-locked memory, and reads it at once: gradients are multiplied
+    by whatever was there before, or count as not finite. Seen in 2.13, and in 2.11's sources.
+    """
+    get = _MultiDeviceReplicator.get
+
+    def waits(self: _MultiDeviceReplicator, device: torch.device) -> Tensor:
+        copied = get(self, device)
+        if copied.is_cpu and not self.master.is_cpu:
+            torch.accelerator.current_stream(self.master.device).synchronize()
+        return copied
+
+    _MultiDeviceReplicator.get = waits  # type: ignore[method-assign]
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:

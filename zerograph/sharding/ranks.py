@@ -26,7 +26,7 @@ from zerograph.runtime.comm.shared_memory import SharedMemoryCommunicator
 from zerograph.runtime.dtensors import shard_ranks
 from zerograph.runtime.joined import everyone_on, other_axis
 from zerograph.runtime.offload.host import AcceleratorHost, HostMemory
-from zerograph.runtime.torch_private import reach_host
+from zerograph.runtime.torch_private import reach_host, scales_reach_host
 from zerograph.sharding.adopt import one_mesh
 from zerograph.sharding.files.checkpoint_folders import watch_checkpoints
 from zerograph.sharding.foreign_code import explain_shards
@@ -89,6 +89,8 @@ class Ranks:
         if config.mesh is not None:
             _tell_of_other_ranks(config.mesh)
         host = AcceleratorHost(device) if config.offload_tiers and device.type != "cpu" else None
+        if host is not None:
+            scales_reach_host()
         if mesh is None:
             return cls(device, communicator=LoneCommunicator(), host=host)
         experts, axes = mesh_with_experts(params, mesh), axes_of(mesh)
