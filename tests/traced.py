@@ -142,12 +142,15 @@ class TracedOnce:
         """What the model returns for these arguments, tensors or constants that can be keys."""
         adoption = self.backend._adoption
         if adoption.ranks is None:
-            adoption.shard([self.model], CPU)
+            adoption.shard([self.model], next(self.model.parameters()).device)
         params = adoption.params or dict(self.model.named_parameters())
         named = {**dict(self.model.named_buffers()), **params}
         key = self._key((*given, *named.values()))
         if key not in self._loaded:
-            self._loaded[key] = self._load(key, params, given)
+            loaded = self._load(key, params, given)
+            if loaded is None:
+                return self(*given)
+            self._loaded[key] = loaded
         graph, executors = self._loaded[key]
         answer: Tensor = graph.call(executors, named, given)
         return answer
@@ -156,7 +159,8 @@ class TracedOnce:
         config, ranks = self.backend.config, self.backend._adoption.ranks
         assert ranks is not None
         values = tuple(
-            (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in given
+            (tuple(x.shape), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else (type(x), x)
+            for x in given
         )
         leaves = ranks.size == 1 and config.offloads  # else a lone rank splits nothing
         options = config.sharding == 0, config.dtype, config.reduce_dtype, config.loss_only, leaves
@@ -166,7 +170,8 @@ class TracedOnce:
 
     def _load(
         self, key: Any, params: Mapping[str, nn.Parameter], given: Sequence[Any]
-    ) -> tuple[Graph, dict[str, Executor]]:
+    ) -> tuple[Graph, dict[str, Executor]] | None:
+        """The graph and the executors of its programs; None where their plan has parameters off an accelerator."""
         backend = self.backend
         with backend._adoption.compiling("model"):
             if key not in self._graphs:
@@ -179,6 +184,10 @@ class TracedOnce:
             if (agreement := backend._compilation.agreement) is not None:
                 for program in frame.programs.values():
                     agreement.check(frame.code, program)
+            if graph.trains and (late := backend._adoption.late(frame.plan)):
+                backend._frames.pop()
+                backend._adoption.leave(late)
+                return None
             if graph.trains:
                 backend._place_shards(frame)
         assert frame.runtime is not None
