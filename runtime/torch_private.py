@@ -31,8 +31,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def scales_reach_host() -> None:
     """Let ``GradScaler`` wait until its scale has come to the host, where gradients are that it unscales there.
 
-    torch copies it as one that nobody waits for, into page-locked memory, and reads it at once: gradients are multiplied
-    by whatever was there before, or count as not finite. Seen in 2.13, and in 2.11's sources.
+    torch copies it as one that nobody waits for, into page-locked memory, and reads it at once: gradients are
+    multiplied by whatever was there before, or count as not finite. Seen in 2.13.
     """
     get = _MultiDeviceReplicator.get
 

@@ -325,8 +325,8 @@ def _same_as_on_a_cpu(name: str, folder: Path) -> None:
 
 
 def _close(row: Row) -> Callable[[Tensor, Tensor], None]:
-    """To the bit on the fake device; but its native updates in memory round as torch's fused kernels do. A GPU's kernels
-    round otherwise, of which wires, and 16 bits, make more."""
+    """To the bit on the fake device; but its native updates in memory round as torch's fused kernels do. A GPU's
+    kernels round otherwise, of which wires, and 16 bits, make more."""
     if here().type != "fake":
         rtol, atol = (1e-2, 2e-2) if row.coarse else (1e-4, 1e-4)
     else:
