@@ -25,6 +25,7 @@ from zerograph.passes.prefetch import prefetch
 from zerograph.passes.prepare_parts import prepare_parts
 from zerograph.passes.recompute import recompute
 from zerograph.passes.reduce import reduce
+from zerograph.passes.separate_effects import separate_effects
 from zerograph.passes.spill import spill
 from zerograph.passes.tile import tile
 from zerograph.passes.tile_tokens import tile_tokens
@@ -77,6 +78,8 @@ PIPELINE: tuple[Pass, ...] = (
     # before anything looks at who reads what last, and in which interval
     Pass("pair", hoist),
     Pass("pair", offload),
+    # first: AOTAutograd puts tokens before the inputs once the graph is split
+    Pass("graph", separate_effects),
     # before gathers, whose buckets are freed behind their last tile
     Pass("graph", tile_tokens),
     # behind tiles of tokens, each of which reads all tiles of a weight; before the gathers, which take one for a bucket

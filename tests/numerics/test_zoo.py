@@ -482,6 +482,21 @@ def parts_of_ids() -> Case:
     return Case(Model(), tokens(6, 33))
 
 
+def rotated() -> Case:
+    """Operators with effects: each layer turns by Cayley's map of a weight, and ``torch.linalg`` checks its result."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            turn, one = self.linear.weight - self.linear.weight.T, torch.eye(6)
+            return torch.tanh(x @ torch.linalg.solve(one - turn, one + turn) + self.linear.bias)
+
+    return Case(nn.Sequential(Layer(), Layer()), normal(6))
+
+
 CASES = [
     tied_across_break, graph_breaks, frozen, lora, used_twice_and_never, uneven, containers,
     attention, decoder, channels_last, transposed_parameter, mixed_dtypes, weight_norm, spectral_norm, shared_module,
@@ -506,7 +521,7 @@ def test_rows_that_do_not_divide_on_four_ranks() -> None:
     check(run(4, stages, uneven, (3,), {})[3])
 
 
-@pytest.mark.parametrize("case", [checkpointed, stacked_parameters], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [checkpointed, stacked_parameters, rotated], ids=lambda case: case.__name__)
 def test_compiled_by_inductor(case: Callable[[], Case]) -> None:
     check(run(2, stages, case, FEW, {"compute": "inductor"})[0])
 

@@ -19,6 +19,10 @@ OpOverload = torch._ops.OpOverload
 
 WITH_EFFECTS = with_effects
 """The operator that AOTAutograd wraps around those that must run in order. Seen in 2.11, 2.13."""
+MAKE_TOKEN = torch.ops.prims._make_token.default
+"""What :data:`WITH_EFFECTS` takes first, and gives first. Seen in 2.11, 2.13."""
+SINK_TOKENS = torch.ops.prims._sink_tokens.default
+"""Keeps the operators that gave its tokens. Seen in 2.11, 2.13."""
 
 SEEDS = frozenset({torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default})
 """Inductor's operators that draw seeds; importing a private module registers them. Seen in 2.11, 2.13."""
