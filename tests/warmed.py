@@ -1,7 +1,8 @@
 """What the server of ranks imports last: a small model is compiled, so that the first one of each rank finds patterns,
 decompositions and caches, which torch makes once in a process. Nothing of it is distributed: ranks would take what is
-cached of a group that was for their own. With a torch that was built for an accelerator nothing is, whether there is one
-or not: autograd's first backward, which here is one of a pattern, starts threads for it, and refuses to run in a fork."""
+cached of a group that was for their own. With a torch that was built for an accelerator nothing is, whether there is
+one or not: autograd's first backward, which here is one of a pattern, starts threads for it, and refuses to run in a
+fork."""
 
 from __future__ import annotations
 
