@@ -29,10 +29,10 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @cache
 def scales_reach_host() -> None:
-    """Let ``GradScaler`` wait until its scale has come to the host, where gradients are that it unscales there.
+    """Let ``GradScaler`` wait until its scale has come to the host, for gradients that are there.
 
-    torch copies it as one that nobody waits for, into page-locked memory, and reads it at once: gradients are
-    multiplied by whatever was there before, or count as not finite. Seen in 2.13.
+    torch copies it into page-locked memory without waiting, and reads it at once: gradients are multiplied by whatever
+    was there before, or count as not finite. Seen in 2.13.
     """
     get = _MultiDeviceReplicator.get
 

@@ -220,8 +220,8 @@ class EarlyUpdates:
         return False
 
     def keep(self, bucket: int, params: Iterable[Param | ParamTile], runs: Sequence[FetchedRun]) -> None:
-        """Keep what was fetched of ``bucket`` for its update, where an optimizer updates it inside of the backward, and
-        nobody writes to it before."""
+        """Keep what was fetched of ``bucket`` for its update, where an optimizer updates it inside of the backward; it
+        is used where nobody has written to the parameters since."""
         found = [self._params[p.name] for p in params]
         if any(id(param) in self._owners for param in found):
             self._kept[bucket] = runs, Untouched(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -22,6 +22,9 @@ class ReadsAhead(Protocol):
 
     def read_ahead(self) -> None:
         """Begin to read what comes first into all slots but the last."""
+
+    def updated(self, tensors: Sequence[Tensor]) -> None:
+        """An update before this one has ended, which counts in the versions of ``tensors``."""
 
     def forget(self) -> None:
         """Leave the slots to others."""
@@ -80,9 +83,10 @@ class Slots:
             self._read_behind(or_itself=True)
 
     def _read_behind(self, *, or_itself: bool = False) -> None:
-        """Begin to read for what came behind the last update before; ``or_itself`` for that where nothing did."""
+        """Begin to read for what came behind the last update before; ``or_itself`` for that where there is no other."""
         last = self._last_update()
-        behind = self._behind.get(last, self._last_update if or_itself else None) if last is not None else None
+        alone = or_itself and not self._behind
+        behind = self._behind.get(last, self._last_update if alone else None) if last is not None else None
         update = behind() if behind is not None else None
         if update is not None and self._ahead is None:
             self._ahead = update
@@ -98,6 +102,11 @@ class Slots:
     def is_as_left(self) -> bool:
         """Whether nothing on NVMe was written since."""
         return self._room.opened is not None and self._stamp == self._room.opened.modified()
+
+    def updated(self, tensors: Sequence[Tensor]) -> None:
+        """An update has ended, which counts in the versions of ``tensors``."""
+        if self._ahead is not None:
+            self._ahead.updated(tensors)
 
     def has_run(self, update: ReadsAhead) -> None:
         """An update has streamed states through the slots."""

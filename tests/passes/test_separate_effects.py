@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 from graphs import Builder, plan, show
 from torch import fx
 
+from zerograph.compiler.lowering.lower import keep_together
 from zerograph.graph.torch_private import MAKE_TOKEN, SINK_TOKENS, WITH_EFFECTS
 from zerograph.passes import gather, prefetch, separate_effects, verify
 
@@ -56,6 +57,22 @@ _sink_tokens_default_1 = _sink_tokens([getitem_2])
 free_default = free([getitem_4, getitem_5], 0)
 return [mm_default]""",
     )
+
+
+def test_a_gather_comes_not_between_a_token_and_who_takes_it() -> None:
+    b = Builder()
+    token = b.call(MAKE_TOKEN)
+    (a,) = b.params("a")
+    node = b.graph.call_function(WITH_EFFECTS, (token, CHECK, a, "print"), {"is_matrix": True})
+    node.meta["val"] = (token.meta["val"], None)
+    gm = b.output(b.call(torch.ops.aten.relu.default, a))
+    p = plan(gm, "a")
+    separate_effects(gm, p)
+    gather(gm, p)
+    (made,) = gm.graph.find_nodes(op="call_function", target=MAKE_TOKEN)
+    assert made.next.target is not WITH_EFFECTS
+    keep_together(gm.graph)
+    assert made.next.target is WITH_EFFECTS
 
 
 def test_graphs_without_effects_stay() -> None:

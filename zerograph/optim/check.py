@@ -161,7 +161,8 @@ class OptimizerCheck:
             if not isinstance(optimizer, HostOptimizer):
                 self._store.copies.touched(params_in(optimizer.param_groups))
 
-    def _loaded(self, optimizer: Optimizer) -> None:
+    def loaded(self, optimizer: Optimizer) -> None:
+        """A checkpoint was loaded into it."""
         self._steps.begin_again()
         self._store.half_done.pop(optimizer, None)
 
@@ -232,7 +233,7 @@ class OptimizerCheck:
             def after_load(loaded: Optimizer) -> None:
                 live = check()
                 if live is not None:
-                    live._loaded(loaded)
+                    live.loaded(loaded)
 
             optimizer.register_load_state_dict_post_hook(after_load)
         self._passed[optimizer] = looked_at
@@ -310,24 +311,29 @@ _CHECKS: weakref.WeakKeyDictionary[OptimizerCheck, None] = weakref.WeakKeyDictio
 """Those of all living backends, in the order in which these were made."""
 
 
+def _living() -> list[OptimizerCheck]:
+    # ``keyrefs`` makes the list at once, whatever other threads do.
+    return [check for ref in _CHECKS.keyrefs() if (check := ref()) is not None]
+
+
 @functools.cache
 def _watch_steps() -> None:
     """Once for the process: a hook that went with its backend would go while torch goes through its hooks, where that
     is collected in a step."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        for check in list(_CHECKS):
+        for check in _living():
             check.begins(optimizer)
         return _with_closure_outside(optimizer, args, kwargs) if optimizer in _STEPPING else (args, kwargs)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         _STEPPING.discard(optimizer)
-        for check in list(_CHECKS):
+        for check in _living():
             check.ended(optimizer)
 
     def failed(optimizer: Optimizer, error: BaseException) -> None:
         _STEPPING.discard(optimizer)
-        for check in list(_CHECKS):
+        for check in _living():
             check.failed(optimizer, error)
 
     register_optimizer_step_pre_hook(before)

@@ -126,6 +126,7 @@ def over_stages(
         require(
             twice < 2, f"stages has {twice} ranks that share one stage, whose norm would count {twice} times", _STAGES
         )
+    assert pipeline is None or not largest  # it can only add up
     there = total.to("cpu" if pipeline is not None else group_device(stages), torch.float64, copy=True)
     if pipeline is not None:
         pipeline.add_up(there)

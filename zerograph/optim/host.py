@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -423,9 +423,10 @@ class HostOptimizer(Optimizer):
         if self.store is not None:
             self.store.half_done[self] = why
 
-    def _tell_updated(self, params: Iterable[Tensor]) -> None:
+    def _tell_updated(self, params: Sequence[Tensor]) -> None:
         if self.store is not None:
             self.store.copies.updated(params)
+            self.store.slots.updated(params)
 
     def _streamed(
         self,

@@ -112,8 +112,11 @@ class Stream:
         # Of members in several chunks: their counts, and copies that all chunks but the last increment.
         self._counts: list[tuple[Tensor, Tensor]] = []
         self._chunks: list[_StoredChunk] = []
-        # Whose versions tell of writes to parameters: when reading ahead began, and when the update was asked for.
+        # Their versions tell of writes through torch, as kernels' are not: when reading ahead began, and when the
+        # update was asked for.
+        members = [member for part in self.parts for member in part.members]
         self._watched = [tensor for part in self.parts for tensor in part.watched]
+        self._watched += [tensor for member in members for tensor in (member.target, *member.states)]
         self._ahead_of = self._as_of = self._versions()
         self._timed: TimedUpdate | None = None
         places = {_place(m) for part in self.parts for m in part.members}
@@ -207,8 +210,15 @@ class Stream:
                 self._transfer(self._arena.read, chunk, kind, Priority.later)
 
     def asked(self) -> None:
-        """The update is asked for: it sees what has been written to parameters by now."""
+        """The update is asked for: it sees what has been written by now."""
         self._as_of = self._versions()
+
+    def updated(self, tensors: Sequence[Tensor]) -> None:
+        """An update that wrote before anything was read ahead counts in the versions of ``tensors`` only now."""
+        counted = set(map(id, tensors))
+        self._ahead_of = [
+            seen + (id(tensor) in counted) for seen, tensor in zip(self._ahead_of, self._watched, strict=True)
+        ]
 
     def _versions(self) -> list[int]:
         return [tensor._version for tensor in self._watched]

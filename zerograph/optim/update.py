@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +21,7 @@ class PendingUpdate:
         ticket: _core.Ticket | None,
         touched: Sequence[tuple[Part, Gradients]],
         streams: Sequence[Callable[[], None]] = (),
-        updated: Callable[[Iterable[Tensor]], None] = lambda _: None,
+        updated: Callable[[Sequence[Tensor]], None] = lambda _: None,
     ) -> None:
         """``streams`` update what passes through slots, in the thread that waits; ``updated`` hears of all that was."""
         self._ticket, self._touched, self._streams, self._updated = ticket, touched, streams, updated

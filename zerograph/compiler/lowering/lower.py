@@ -59,7 +59,7 @@ from zerograph.graph.nodes import (
     is_size,  # arithmetic that every segment which needs it repeats
     output_of,
 )
-from zerograph.graph.torch_private import LOOKUP_SEED
+from zerograph.graph.torch_private import LOOKUP_SEED, MAKE_TOKEN
 from zerograph.planner.programs.host_parts import with_host_parts
 from zerograph.runtime.buffers import dtype_name
 from zerograph.sim.check import require_programs
@@ -92,7 +92,8 @@ def _returned(gm: fx.GraphModule) -> Sequence[Any]:
 
 
 def keep_together(graph: fx.Graph) -> None:
-    """Move what unpacks a tuple to where it comes from, so that no cut comes between: registers hold tensors.
+    """Move what unpacks a tuple to where it comes from, and a token of effects to where it is taken, so that no cut
+    comes between: registers hold tensors.
 
     Random seeds move too: looked up where they are made, they leave the repeated layers without constants of their own.
     """
@@ -103,6 +104,9 @@ def keep_together(graph: fx.Graph) -> None:
             # Not right after its own placeholder: placeholders stand together at the graph's beginning.
             anchor = last_input if source.op == "placeholder" else source
             anchor.append(node)
+        elif node.target is MAKE_TOKEN:
+            (taker,) = node.users
+            taker.prepend(node)
 
 
 _Moving = Callable[[Tier, Tier, tuple[int, ...], tuple[int, ...]], Instruction]

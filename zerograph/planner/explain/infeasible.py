@@ -101,6 +101,7 @@ def _more(tier: Tier, size: int) -> str:
 
 def _moment(found: Candidate, tier: Tier) -> str:
     """The moment at which ``tier`` holds the most, and what takes most of it."""
+    # Registers of the search have names of whichever variant made them.
     forecast, holdings = forecast_plan(found.space.scheduler.fresh(), found.plan)
     peak = forecast.peaks[tier]
     during, at = forecast.computing(peak), 0.0 if peak.task < 0 else forecast.spans[peak.task].start

@@ -1,5 +1,5 @@
-"""Instructions and registers of one bucket or tile, and of saved activations, in coarse programs. Each is made once for
-a scheduler, from what tells it apart."""
+"""Instructions and registers of one bucket or tile, and of saved activations, in coarse programs. Each is made once
+from what tells it apart, for a scheduler and those of variants of its step with the same buckets."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Shards:
         return ("device", -left), (placement.optimizer, own.optimizer), (placement.parameters, own.parameters)
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # a scheduler makes each once, and finds instructions by it
+@dataclass(frozen=True, slots=True, eq=False)  # each is made once, and instructions are found by it
 class BucketPart:
     """A bucket, or a tile of its one parameter: tile *i* is the *i*-th slice of the rows of every rank's shard.
 
