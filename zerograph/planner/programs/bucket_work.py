@@ -107,7 +107,8 @@ def slices_of(scheduler: Scheduler, piece: Piece, full: Compute, parts: Sequence
     # What the piece holds is held from the first slice to the last.
     work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
     for i in range(slices):
-        one = Slice([], full, [], [])
+        waits, frees = list[tuple[BucketPart, WaitGather]](), list[Free]()
+        ready = list[tuple[BucketPart, tuple[int, ...]]]()
         read, writes = list[int](), [*full.writes, *work] if i == 0 else []
         for bucket in dict.fromkeys((*piece.reads, *piece.makes)):
             tiles = len(parts[bucket])
@@ -117,18 +118,18 @@ def slices_of(scheduler: Scheduler, piece: Piece, full: Compute, parts: Sequence
             ended = i == slices - 1 or tile != (i + 1) * tiles // slices
             part = parts[bucket][tile]
             if bucket in piece.reads:
-                one.waits.append((part, once(wait_gather, part, None)))
+                waits.append((part, once(wait_gather, part, None)))
                 read.append(unsharded_register(scheduler, part, None))
-                one.frees.extend([once(free, part, None, False)] if ended else [])
+                frees += [once(free, part, None, False)] if ended else []
             if bucket in piece.makes:
                 gradient = full_gradient(scheduler, part)
                 writes += [gradient] if begins else []
-                one.ready.extend([(part, (gradient,))] if ended else [])
+                ready += [(part, (gradient,))] if ended else []
         dead = (*full.dead, *work) if i == slices - 1 else ()
         compute = scheduler.compute(
             full.segment, tuple(writes), dead, full.module, full.source, tuple(read), full.token_tiles
         )
-        found.append(one._replace(compute=compute))
+        found.append(Slice(waits, compute, frees, ready))
     return found
 
 
