@@ -95,7 +95,7 @@ def judged(step: Step, plans: Iterator[Plan], machine: Machine) -> list[tuple[fl
     for plan in (first, *plans):
         assert not list(plan.mistakes())
         moved = scheduler.moved(plan)
-        found.append(time_and_peaks(coarse_programs(scheduler, plan), scheduler.costs, (*held, *moved))[:2])  # type: ignore[arg-type]
+        found.append(time_and_peaks(coarse_programs(scheduler, plan), scheduler.shared.costs, (*held, *moved))[:2])  # type: ignore[arg-type]
     return found
 
 

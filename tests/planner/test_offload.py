@@ -320,7 +320,7 @@ def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
     forecast, _ = forecast_plan(scheduler, plan)
     held: TierBytes = tuple(("device", size) for size in state_bytes(step.over(plan.world_size).params, moments))
     held += scheduler.moved(plan)
-    seconds, peaks, tasks = time_and_peaks(coarse_programs(scheduler, plan), scheduler.costs, held)
+    seconds, peaks, tasks = time_and_peaks(coarse_programs(scheduler, plan), scheduler.shared.costs, held)
     assert tasks == len(forecast.spans)
     assert (seconds, peaks) == (forecast.seconds, tuple(_peak(forecast, tier) for tier in TIERS))
 

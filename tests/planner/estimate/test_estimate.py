@@ -374,7 +374,7 @@ def test_tiles_of_a_tied_embedding_leave_the_gradient_that_the_whole_leaves(tier
         own = [i for i in programs[1].instructions if isinstance(i, Reduce | Move) and i.bucket == embedding]
         reductions.append(sum(isinstance(i, Reduce) for i in own))
         back.append(sum(isinstance(i, Move) and i.what == "gradient" and i.rises for i in own))
-        events = walk(programs, scheduler.costs).events
+        events = walk(programs, scheduler.shared.costs).events
         left.append({at: sum(size for *_, size in events[at]) for at in TIERS})
     assert reductions == [1, 2 * 4] and back == [0, 4 * (tier == "nvme")]
     assert left[0] == left[1] and left[0][tier] > 0

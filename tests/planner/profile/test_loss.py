@@ -176,7 +176,7 @@ def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
 
 def test_variants_with_the_same_buckets_share_instructions_and_take_the_seconds_that_they_take_alone() -> None:
     search = Search(with_head(), Constraints("auto", WORLD, tile=True), GPU)
-    shared = {id(space.scheduler.made) for space in search._every_space}
+    shared = {id(space.scheduler.shared.made) for space in search._every_space}
     assert len(shared) == len({tuple(b.params for b in space.plan.buckets) for space in search._every_space})
     assert len({found.plan.loss_tiles for found in search.best}) > 1
     for found in search.best:

@@ -80,7 +80,7 @@ def test_it_takes_the_time_and_memory_that_lie_between() -> None:
     for residency in ("use", "host", "backward"):
         # With three reductions under way gradients are the peak of all.
         scheduler, programs = programs_of(plan := replace(staying(residency), reductions=2))
-        seconds[residency], (peaks[residency], *_), _ = time_and_peaks(programs, scheduler.costs)
+        seconds[residency], (peaks[residency], *_), _ = time_and_peaks(programs, scheduler.shared.costs)
         forecast, holdings = simulate(programs, RATES)
         assert (forecast.seconds, forecast.peaks["device"].bytes) == (seconds[residency], peaks[residency])
         gathering[residency], computing[residency] = (forecast.busy()[stream] for stream in ("gather", "compute"))

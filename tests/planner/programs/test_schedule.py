@@ -1,6 +1,7 @@
 """Schedules of plans, made before anything is partitioned or lowered, against forecasts of the programs that result.
 
-Tests ``planner/profile/regions.py``, ``planner/programs/coarse.py`` and ``planner/programs/bucket_work.py``.
+Tests ``planner/profile/regions.py``, ``planner/programs/coarse.py``, ``planner/programs/pieces.py``,
+``planner/programs/registers.py`` and ``planner/programs/bucket_work.py``.
 """
 
 from __future__ import annotations

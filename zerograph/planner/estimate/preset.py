@@ -202,7 +202,7 @@ def _measured(preset: Preset, layers: int) -> Numbers:
     """Peaks by part; how long streams work, and passes and update take."""
     scheduler, plan, holdings = _planned(preset, layers)
     accumulate = preset.training.accumulate
-    run = walk(coarse_programs(scheduler, plan, SLOTS, adds=accumulate > 1), scheduler.costs)
+    run = walk(coarse_programs(scheduler, plan, SLOTS, adds=accumulate > 1), scheduler.shared.costs)
     held = tuple((holding.tier, holding.bytes) for holding in holdings)
     found: dict[tuple[object, ...], float] = {
         ("peak", tier, part): size
@@ -217,7 +217,7 @@ def _measured(preset: Preset, layers: int) -> Numbers:
     for adds, times in ((False, min(accumulate - 1, 1)), (True, accumulate - 2)):
         if times > 0:
             programs = coarse_programs(scheduler, plan, SLOTS, adds=adds)[:2]
-            again = walk(earlier_passes(programs, plan), scheduler.costs)
+            again = walk(earlier_passes(programs, plan), scheduler.shared.costs)
             _add_busy(found, "passes", again, 0, len(again.ends), times)
             found["length", "passes"] += times * max(again.ends)
     return found
@@ -235,7 +235,7 @@ def _by_kind(preset: Preset, layers: int) -> Numbers:
     """By tier and part, what is held of each kind when the most is."""
     scheduler, plan, held = _planned(preset, layers)
     programs = coarse_programs(scheduler, plan, SLOTS, adds=preset.training.accumulate > 1)
-    run, (_, holdings) = walk(programs, scheduler.costs), simulate(programs, scheduler.rates, held=held)
+    run, (_, holdings) = walk(programs, scheduler.shared.costs), simulate(programs, scheduler.rates, held=held)
     peaks = peaks_by_part(run, tuple((one.tier, one.bytes) for one in held))
     found: dict[tuple[object, ...], float] = {}
     for kind, name in KIND_NAMES.items():

@@ -22,8 +22,9 @@ from zerograph.core.instructions import (
 from zerograph.core.machine import Tier, hops, is_disk
 from zerograph.core.plan import Placement
 from zerograph.core.step import Kind, layer_of_activation
+from zerograph.planner.programs.pieces import Piece
 from zerograph.planner.programs.placement import BucketPart
-from zerograph.planner.programs.schedule import Piece, Scheduler
+from zerograph.planner.programs.schedule import Scheduler
 
 
 def unsharded_register(scheduler: Scheduler, part: BucketPart, own: Placement | None) -> int:
@@ -126,7 +127,7 @@ def slices_of(scheduler: Scheduler, piece: Piece, full: Compute, parts: Sequence
                 writes += [gradient] if begins else []
                 ready += [(part, (gradient,))] if ended else []
         dead = (*full.dead, *work) if i == slices - 1 else ()
-        compute = scheduler.compute(
+        compute = scheduler.shared.compute(
             full.segment, tuple(writes), dead, full.module, full.source, tuple(read), full.token_tiles
         )
         found.append(Slice(waits, compute, frees, ready))

@@ -30,8 +30,10 @@ from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.planner.programs import bucket_work
 from zerograph.planner.programs.bucket_work import Slice
 from zerograph.planner.programs.host_parts import with_host_parts
+from zerograph.planner.programs.pieces import PhaseWork, Piece
 from zerograph.planner.programs.placement import BucketPart
-from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
+from zerograph.planner.programs.registers import SavedRegisters
+from zerograph.planner.programs.schedule import Scheduler
 from zerograph.planner.programs.updates import follow_late, slot_of, update_beside, update_late, update_offloaded
 
 
@@ -68,7 +70,7 @@ class _CoarsePrograms:
         if plan.overlap == "backward" and not adds:
             self.buckets = [replace(bucket, placement=plan.placement_of(bucket)) for bucket in plan.buckets]
             self.inside = {bucket.index for bucket in plan.buckets if plan.updated_inside(bucket)}
-        self.made, self.registers, self._once = scheduler.made, scheduler.registers, scheduler.once
+        self.made, self.registers, self._once = scheduler.shared.made, scheduler.registers, scheduler.once
         self.programs: list[Program] = []
         self.instructions: list[Instruction] = []
         self.kind = "forward"
@@ -124,7 +126,7 @@ class _CoarsePrograms:
         instructions = with_host_parts(self.instructions, self.plan, self.kind, self.made)
         self.programs.append(
             Program(
-                self.kind, 0, len(self.registers.contents), instructions, (), scheduler.segments,
+                self.kind, 0, len(self.registers.contents), instructions, (), scheduler.shared.segments,
                 self.registers.contents, scheduler.names, carries=True, given=self.given,
             )
         )  # fmt: skip

@@ -33,7 +33,7 @@ from zerograph.core.program import Program
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.core.step import Kind
 from zerograph.planner.programs.placement import STATES_OFFLOADED, BucketPart, bucket_parts, device_update
-from zerograph.planner.programs.schedule import Registers
+from zerograph.planner.programs.registers import Registers
 from zerograph.sim.rates import Rates
 
 

@@ -77,7 +77,7 @@ class FewLayers(SearchSpace):
         space, plan = self._simulated_space, self._to_simulated(plan)
         scheduler, times = space.scheduler, self._times
         programs = coarse_programs(scheduler, plan)
-        run = walk(programs, scheduler.costs)
+        run = walk(programs, scheduler.shared.costs)
         sections, path = sections_of(run, self._layers, plan.prefetch, plan.fetch_ahead), critical_path(run)
         seconds = seconds_per_period(run, sections, path)
         # One instruction updates what all layers have on the device, and grows with them.

@@ -51,7 +51,7 @@ class _Watch:
         self.used: dict[int, int] = {}
         self.held: list[_Held] = []
         programs = coarse_programs(space.scheduler, plan)
-        self.run = walk(programs, space.scheduler.costs)
+        self.run = walk(programs, space.scheduler.shared.costs)
         bucket_of = space.scheduler.registers.bucket
         brought: dict[int, tuple[int, int]] = {}  # gather -> its bucket, and the first task that belongs to it
         gathers: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it last
@@ -87,7 +87,7 @@ class _Watch:
                     if bucket in tilable and tile == tiles - 1:
                         self.held.append(_Held(bucket, gradients[bucket], task, early=False))
         # Then a bucket takes memory when it is needed, but for what it fetches.
-        late = space.scheduler.costs.uses_buffers_again
+        late = space.scheduler.shared.costs.uses_buffers_again
         for gather, (bucket, first) in brought.items():
             if gather in self.used and (first < gather or not late):
                 self.held.append(_Held(bucket, first, self.used[gather], early=True))

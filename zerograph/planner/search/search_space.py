@@ -116,7 +116,9 @@ class SearchSpace:
     def _judged(self, plan: Plan) -> tuple[float, Peaks, int]:
         """Seconds and peaks of ``plan``, and tasks that it has."""
         scheduler = self.scheduler
-        return time_and_peaks(coarse_programs(scheduler, plan), scheduler.costs, self.held + scheduler.moved(plan))
+        return time_and_peaks(
+            coarse_programs(scheduler, plan), scheduler.shared.costs, self.held + scheduler.moved(plan)
+        )
 
     def full_of(self, candidate: Candidate) -> Candidate:
         """One of this space, simulated with all layers."""
