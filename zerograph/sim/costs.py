@@ -60,11 +60,11 @@ class Fact(NamedTuple):
     writes: tuple[int, ...]
     takes: TierBytes
     gives: TierBytes
+    replaced: int  # bytes of what dies in it that are free from its start
     part: tuple[int, int]  # of a gather, its wait and a free: bucket and tile
     slot: int | None
     resident: bool
     ends: bool
-    replaced: int  # bytes of what dies in it that are free from its start
     apart: Apart | None
 
 
@@ -79,56 +79,78 @@ class Costs:
 
     def learn(self, instruction: Instruction, program: Program) -> Fact:
         """All about ``instruction``, from now on known."""
-        contents, reads, writes = program.contents, instruction.reads, instruction.writes
-        takes: dict[Tier, int] = defaultdict(int)
-        gives: dict[Tier, int] = defaultdict(int)
-        for register in writes if contents else ():
-            # What an instruction writes over, it takes no memory for.
-            if register not in reads:
-                takes[contents[register].tier] += contents[register].bytes
-        for register in instruction.dead if contents else ():
-            gives[contents[register].tier] += contents[register].bytes
-        role, seconds, key, replaced = FREE, 0.0, (-1, 0), 0
-        if isinstance(instruction, Compute):
-            extra = program.segments[instruction.segment].memory.extra()
-            takes["device"] += max(0, extra)
-            gives["device"] += extra
-            replaced = max(0, -extra)
-        if isinstance(instruction, Computing):
-            role = COMPUTE
-        elif isinstance(instruction, View):
-            role = VIEW
-        elif isinstance(instruction, BeginUpdate):
-            role = MARK
-        elif isinstance(instruction, Collective):
-            role = GATHER if isinstance(instruction, Gather) else REDUCE
-        elif isinstance(instruction, OffDevice):
-            role = MOVE
-        elif isinstance(instruction, Wait):
-            role = ARRIVE if isinstance(instruction, WaitFetch) and instruction.by_gather else WAIT
-        apart = None
-        if isinstance(instruction, Timed):
-            known = self.measured.of(instruction, program.segments) if self.measured is not None else None
-            seconds = self.rates.seconds(instruction, program.segments) if known is None else known
-            # A run has the seconds in which a collective, or the wait for it, kept compute from running.
-            if self.network and known is None and isinstance(instruction, Collective):
-                cores = self.rates.cores(instruction)
-                apart = Apart(cores, travels=seconds > cores)
-                if role == GATHER:
-                    # It ends in each host, where a reduction begins: what waits for it does that.
-                    seconds -= cores
-        if isinstance(instruction, WaitGather):
-            takes["device"] += instruction.kept
-        elif isinstance(instruction, Gather):
-            gives["device"] += instruction.ended
-        if isinstance(instruction, (Gather, WaitGather, Free)):
-            key = (instruction.bucket, instruction.tile)
-        place = instruction.slot if isinstance(instruction, OffDevice) else None
+        seconds, apart = self._seconds(instruction, program) if isinstance(instruction, Timed) else (0.0, None)
+        takes, gives, replaced = _memory_of(instruction, program)
         fact = Fact(
-            instruction, role, instruction.stream or "compute", seconds, reads, writes,
-            tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),
-            key, place, isinstance(instruction, Free) and instruction.resident,
-            isinstance(instruction, Free) and instruction.ends, replaced, apart,
-        )  # fmt: skip
+            instruction=instruction,
+            role=_role_of(instruction),
+            stream=instruction.stream or "compute",
+            seconds=seconds,
+            reads=instruction.reads,
+            writes=instruction.writes,
+            takes=takes,
+            gives=gives,
+            replaced=replaced,
+            part=_part_of(instruction),
+            slot=instruction.slot if isinstance(instruction, OffDevice) else None,
+            resident=isinstance(instruction, Free) and instruction.resident,
+            ends=isinstance(instruction, Free) and instruction.ends,
+            apart=apart,
+        )
         self.known[id(instruction)] = fact
         return fact
+
+    def _seconds(self, instruction: Timed, program: Program) -> tuple[float, Apart | None]:
+        """The seconds on its stream, and of a collective between CPU hosts what it takes besides."""
+        if self.measured is not None and (known := self.measured.of(instruction, program.segments)) is not None:
+            # A run has the seconds in which a collective, or the wait for it, kept compute from running.
+            return known, None
+        seconds = self.rates.seconds(instruction, program.segments)
+        if not (self.network and isinstance(instruction, Collective)):
+            return seconds, None
+        cores = self.rates.cores(instruction)
+        apart = Apart(cores, travels=seconds > cores)
+        # A gather ends in each host, where a reduction begins: what waits for it does that.
+        return seconds - cores if isinstance(instruction, Gather) else seconds, apart
+
+
+_ROLES = (
+    (Computing, COMPUTE), (View, VIEW), (BeginUpdate, MARK), (Gather, GATHER), (Collective, REDUCE), (OffDevice, MOVE),
+    (Wait, WAIT),
+)  # fmt: skip
+
+
+def _role_of(instruction: Instruction) -> int:
+    if isinstance(instruction, WaitFetch) and instruction.by_gather:
+        return ARRIVE
+    return next((role for kinds, role in _ROLES if isinstance(instruction, kinds)), FREE)
+
+
+def _part_of(instruction: Instruction) -> tuple[int, int]:
+    if isinstance(instruction, (Gather, WaitGather, Free)):
+        return instruction.bucket, instruction.tile
+    return -1, 0
+
+
+def _memory_of(instruction: Instruction, program: Program) -> tuple[TierBytes, TierBytes, int]:
+    """The bytes that it takes and gives, and of what dies in it those that are free from its start."""
+    takes: dict[Tier, int] = defaultdict(int)
+    gives: dict[Tier, int] = defaultdict(int)
+    replaced, contents = 0, program.contents
+    if contents:
+        for register in instruction.writes:
+            # What an instruction writes over, it takes no memory for.
+            if register not in instruction.reads:
+                takes[contents[register].tier] += contents[register].bytes
+        for register in instruction.dead:
+            gives[contents[register].tier] += contents[register].bytes
+    if isinstance(instruction, Compute):
+        extra = program.segments[instruction.segment].memory.extra()
+        takes["device"] += max(0, extra)
+        gives["device"] += extra
+        replaced = max(0, -extra)
+    elif isinstance(instruction, WaitGather):
+        takes["device"] += instruction.kept
+    elif isinstance(instruction, Gather):
+        gives["device"] += instruction.ended
+    return tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]), replaced

@@ -121,7 +121,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
         for each in program.instructions:
             fact = known.get(id(each)) or costs.learn(each, program)
             (
-                instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, resident, over, replaced,
+                instruction, role, stream, seconds, reads, writes, takes, gives, replaced, part, slot, resident, over,
                 apart,
             ) = fact  # fmt: skip
             if role == WAIT or role == ARRIVE:  # noqa: SIM109  twice as fast

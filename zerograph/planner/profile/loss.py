@@ -83,46 +83,71 @@ def _head_or_why(graph: Graph) -> Head | str:
         return ""
     # The vocabulary is the widest: a projection in front of the head makes less.
     product = max(products, key=lambda i: graph.size[graph.writes[i]])
-    if not _weights(graph, product):
+    logits = _Logits(graph, product, last) if _weights(graph, product) else None
+    if logits is None or logits.read_elsewhere:
         return ""
-    size = graph.size[graph.writes[product]]
-    large, weights = {graph.writes[product]}, {graph.ops[product].name: _weights(graph, product)}
-    sums = set[str]()
-    for i in (*behind, *range(graph.backward, len(graph.ops))):
-        reads = not large.isdisjoint(graph.reads[i])
-        if reads and (graph.layer[i] or (graph.ops[i].flops and i < graph.backward)):
-            return ""
-        if reads and graph.ops[i].flops:
-            name, read = graph.ops[i].name, _weights(graph, i)
-            weights[name] = read or 2 * graph.values[graph.writes[i]].bytes
-            if not read:
-                sums.add(name)
-        # Half: beside logits in 32 bit their gradient may be in 16.
-        elif reads and graph.values[graph.writes[i]].bytes >= size // 2:
-            large.add(graph.writes[i])
-    # What is made for them and as large: the one of each token's label, among zeros.
-    for i in reversed(range(last + 1, len(graph.ops))):
-        if large.isdisjoint([graph.writes[i]]) or graph.ops[i].flops:
-            continue
-        for value in graph.reads[i]:
-            made = graph.maker[value] > last and not graph.ops[graph.maker[value]].flops and not graph.params[value]
-            if made and graph.values[value].bytes >= size // 2:
-                large.add(value)
-    if any(graph.owner[value] in graph.outputs for value in large):
-        if graph.step.ends_at_break:
-            return _BROKEN_OFF
-        # Without a loss of one number nobody knows whether these are logits.
-        return _RETURNED if any(graph.size[value] <= _SCALAR for value in graph.outputs) else ""
-    if any(graph.values[value].kind == "gradient" for value in large):
+    if any(graph.owner[value] in graph.outputs for value in logits.large):
+        return _why_returned(graph)
+    if any(graph.values[value].kind == "gradient" for value in logits.large):
         return ""
-    names = frozenset(graph.values[value].name for value in large)
     # A wide projection in front of the head is none.
     ahead = _ahead(graph, product)
-    rest = [i for i in products if i not in ahead and graph.size[graph.writes[i]] >= size // 2]
+    rest = [i for i in products if i not in ahead and graph.size[graph.writes[i]] >= logits.least]
     return Head(
-        graph.ops[product].name, graph.activation[product], graph.params_read[product], names, weights,
-        frozenset(sums), size, tuple(graph.ops[i].source or graph.ops[i].name for i in rest),
+        graph.ops[product].name, graph.activation[product], graph.params_read[product],
+        frozenset(graph.values[value].name for value in logits.large), logits.weights, frozenset(logits.sums),
+        graph.size[graph.writes[product]], tuple(graph.ops[i].source or graph.ops[i].name for i in rest),
     )  # fmt: skip
+
+
+class _Logits:
+    """The values that are as large as those that ``product`` makes, behind the last layer, and who works on them.
+
+    Attributes:
+        large: values that hold a number per token and word.
+        least: bytes of one. Half: beside logits in 32 bit their gradient may be in 16.
+        weights, sums: as a head has them.
+        read_elsewhere: a layer or another product of the forward reads one.
+    """
+
+    def __init__(self, graph: Graph, product: int, last_of_layers: int) -> None:
+        self.large, self.least = {graph.writes[product]}, graph.size[graph.writes[product]] // 2
+        self.weights, self.sums = {graph.ops[product].name: _weights(graph, product)}, set[str]()
+        self.read_elsewhere = False
+        self._graph, self._behind = graph, range(last_of_layers + 1, len(graph.ops))
+        for i in self._behind:
+            if not self.large.isdisjoint(graph.reads[i]):
+                self._follow(i)
+        for i in reversed(self._behind):
+            if graph.writes[i] in self.large and not graph.ops[i].flops:
+                self.large.update(filter(self._is_made_for_it, graph.reads[i]))
+
+    def _follow(self, i: int) -> None:
+        """Operation ``i`` reads one."""
+        graph, op = self._graph, self._graph.ops[i]
+        self.read_elsewhere |= bool(graph.layer[i] or (op.flops and i < graph.backward))
+        if op.flops:
+            read = _weights(graph, i)
+            self.weights[op.name] = read or 2 * graph.values[graph.writes[i]].bytes
+            if not read:
+                self.sums.add(op.name)
+        elif graph.values[graph.writes[i]].bytes >= self.least:
+            self.large.add(graph.writes[i])
+
+    def _is_made_for_it(self, value: int) -> bool:
+        """Whether what one is computed from is as large, and made behind the layers: the one of each token's label,
+        among zeros."""
+        graph, maker = self._graph, self._graph.maker[value]
+        made = maker in self._behind and not graph.ops[maker].flops and not graph.params[value]
+        return made and graph.values[value].bytes >= self.least
+
+
+def _why_returned(graph: Graph) -> str:
+    """Why logits that the step returns are whole."""
+    if graph.step.ends_at_break:
+        return _BROKEN_OFF
+    # Without a loss of one number nobody knows whether these are logits.
+    return _RETURNED if any(graph.size[value] <= _SCALAR for value in graph.outputs) else ""
 
 
 _SCALAR = 8
