@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 from torch.autograd.graph import Node
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -239,7 +243,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 def default_store() -> dist.Store:
     """The store through which the default group's ranks met, which cannot be asked for. Seen in 2.11, 2.13."""
-    return dist.distributed_c10d._get_default_store()
+    return c10d._get_default_store()
 
 
 _ENDLESS = timedelta(days=365)
@@ -264,7 +268,7 @@ def gloo_group(
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of that name. Graphs carry names, and torch's functional collectives take them; nothing public
     leads back from one to its group. Seen in 2.11, 2.13."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def name_group(name: str, group: dist.ProcessGroup) -> None:
@@ -313,7 +317,7 @@ def forget_allocations(memory: Any) -> None:
 
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` is one of torch's, and was not destroyed. Seen in 2.13."""
-    return group in dist.distributed_c10d._world.pg_map
+    return group in c10d._world.pg_map
 
 
 def group_among(
@@ -323,21 +327,36 @@ def group_among(
     Its ranks call this, no others.
 
     From a default group that is bound to a device (``init_process_group(device_id=...)``) torch splits communicators,
-    in which all ranks of the job take part. So it is unbound meanwhile. Seen in 2.13."""
+    in which all ranks of the job take part. So it is unbound meanwhile. And torch names a group by how many its ranks
+    are in (2.13), or have asked for (2.14). Where these numbers differ, ranks wait for each other's names: here, or
+    where all of the job make the next group. So it gets a name of ours, and is not counted. Seen in 2.13, 2.14."""
     everyone = dist.group.WORLD
     assert everyone is not None
     bound, everyone.bound_device_id = everyone.bound_device_id, None
+    count, name = c10d._world.group_count, _next_name(everyone, ranks, description)
     try:
-        return dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout_of(like, device)),
-            backend=backend_name(like, device),
-            use_local_synchronization=True,
-            group_desc=description,
-            device_id=device if device.type != "cpu" else None,
-        )
+        with patch.object(c10d, "_hash_ranks_to_str", lambda _: name):
+            return dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=timeout_of(like, device)),
+                backend=backend_name(like, device),
+                use_local_synchronization=True,
+                group_desc=description,
+                device_id=device if device.type != "cpu" else None,
+            )
     finally:
-        everyone.bound_device_id = bound
+        everyone.bound_device_id, c10d._world.group_count = bound, count
+
+
+_GROUPS = weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]]()
+
+
+def _next_name(everyone: dist.ProcessGroup, ranks: Sequence[int], description: str) -> str:
+    """The name of the next group of ``ranks``, the same on all of them."""
+    name = f"{description} of ranks {'-'.join(map(str, ranks))}"
+    number = _GROUPS.setdefault(everyone, Counter())
+    number[name] += 1
+    return hashlib.sha256(f"{name} #{number[name]}".encode()).hexdigest()
 
 
 def reach_host(group: dist.ProcessGroup) -> None:
@@ -371,5 +390,5 @@ def coalescing(group: dist.ProcessGroup) -> Iterator[None]:
         with dist._coalescing_manager(group):
             yield
     except BaseException:
-        dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)  # else the next one finds it
+        c10d._world.pg_coalesce_state.pop(group, None)  # else the next one finds it
         raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from ranks import run
@@ -9,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.runtime.comm.axes import Axes, axes_named, axes_of
+from zerograph.runtime.torch_private import group_among
 
 
 def _ranks(axes: Axes) -> list[list[int] | None]:
@@ -82,6 +85,23 @@ def test_a_mesh_of_a_part_of_the_ranks_numbers_them_from_0() -> None:
     assert first is None and third is None
     assert second == ([[1, 3], [1], [1, 3]], [0], [0, 1])
     assert fourth == ([[1, 3], [3], [1, 3]], [1], [0, 1])
+
+
+def _among_some() -> None:
+    """Ranks that are in other numbers of groups make one, and then all ranks do."""
+    world = dist.get_world_size()
+    some, last = dist.new_group([0, 1], timeout=timedelta(seconds=20)), dist.get_rank() == world - 1
+    for _ in range(2):
+        if dist.get_rank():
+            ranks = list(range(1, world))
+            group = group_among(ranks, dist.group.WORLD if last else some, torch.device("cpu"), "tests")
+            assert dist.get_process_group_ranks(group) == ranks
+            dist.barrier(group)
+    dist.barrier(dist.new_group(timeout=timedelta(seconds=20)))
+
+
+def test_a_group_of_some_ranks_is_made_whatever_groups_each_is_in() -> None:
+    run(3, _among_some)
 
 
 def _names() -> None:
