@@ -36,6 +36,7 @@ def _operation(
     tensor, operation = torch.full((size,), value), dist.isend if verb == "send" else dist.irecv
     made = dist.P2POp(operation, tensor, 1 - dist.get_rank())
     made.group = neighbours
+    assert made.group.group_name == dist.group.WORLD.group_name  # by which schedules of torch 2.14 sort transfers
     (work,) = dist.batch_isend_irecv([made])
     return tensor, work
 

@@ -31,6 +31,7 @@ class Neighbours:
 
     Attributes:
         rendezvous: how they meet after an error.
+        group_name: of the user's group, by which schedules of torch 2.14 put sends and receives together.
         takes_steps: whether this rank's stage has shown that it takes optimizer steps.
         stopped: whether one of these has failed on this rank since the last step of the pipeline.
     """
@@ -39,6 +40,7 @@ class Neighbours:
         """All ranks of ``group``, the user's, call this, and have connected when it returns; on ``device`` are the
         tensors that they send."""
         self.rendezvous, self._device = Rendezvous.open(group, device), device
+        self.group_name = group.group_name
         ranks = dist.get_process_group_ranks(group)
         self._doing = (
             f"in a step of the pipeline over ranks {str(ranks[:8])[1:-1]}{', ...' * (len(ranks) > 8)} of the job"
