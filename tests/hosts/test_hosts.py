@@ -160,6 +160,7 @@ def test_ranks_of_several_hosts_measure_the_link_between_them(hosts: list[Any], 
 def _measures(folder: Path, address: str) -> str:
     """The error of a rank that measures as if torchrun had started it."""
     world = dist.get_world_size()
+    dist.barrier()  # all have connected: one that goes would end the connecting of others
     dist.destroy_process_group()
     meets = {"WORLD_SIZE": str(world), "MASTER_ADDR": address, "MASTER_PORT": str(PORT + 1)}
     os.environ |= {"TORCHELASTIC_RUN_ID": "none", **meets}
