@@ -90,97 +90,83 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
         cells: given what is alive, where registers may share memory; else each has its own, and nobody asks what waited
             for what.
     """
-    run = Tasks()
-    starts, ends, events = run.starts, run.ends, run.events
-    free, streams, facts = run.free, run.streams, run.facts
-    known, overlaps, buffers = costs.known, costs.overlaps, None
-    if costs.uses_buffers_again:
-        tell = run.hold if cells is None else cells.hold_buffer
-        buffers = GatherBuffers(run.streams, tell, beside=costs.network)
-    coming = buffers.coming if buffers is not None else {}
-    unsharded: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
-    slots: dict[int, tuple[int, list[int], list[int]]] = {}  # place -> register, who worked there before, and who does
-    ready: dict[int, int] = {}  # register -> the task that writes it
-    collectives: dict[int, Fact] = {}  # task -> what is given back when it is waited for
-    waits: list[int] = []  # what the next compute waits for
-    last = computed = -1  # the task that computed last, and the one before
-    network, carried = -1, 0.0  # the last task on the network; seconds of collectives that the next compute spends
+    walk = _Walk(costs, cells)
     for program in programs:
-        begin = len(starts)
-        run.programs.append(begin)
+        walk.enter(program)
+        walk.run(program)
+    walk.finish()
+    return walk.tasks
+
+
+class _Walk:
+    """Programs as they run; what happens to a task is written where that is known, and then stays.
+
+    Attributes:
+        tasks: those that ran.
+    """
+
+    def __init__(self, costs: Costs, cells: Cells | None) -> None:
+        self.tasks, self._costs, self._cells, self._overlaps = Tasks(), costs, cells, costs.overlaps
+        self._ends, self._events = self.tasks.ends, self.tasks.events
+        self._buffers: GatherBuffers | None = None
+        if costs.uses_buffers_again:
+            tell = self.tasks.hold if cells is None else cells.hold_buffer
+            self._buffers = GatherBuffers(self.tasks.streams, tell, beside=costs.network)
+        self._coming = self._buffers.coming if self._buffers is not None else {}
+        self._unsharded: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
+        self._ready: dict[int, int] = {}  # register -> the task that writes it
+        self._collectives: dict[int, Fact] = {}  # task -> what is given back when it is waited for
+        # Place -> register, who worked there before, and who does.
+        self._slots: dict[int, tuple[int, list[int], list[int]]] = {}
+        self._waits: list[int] = []  # what the next compute waits for
+        self._last = self._computed = -1  # the task that computed last, and the one before
+        self._network = -1  # the last task on it
+        self._carried = 0.0  # seconds of collectives that the next compute spends
+
+    def enter(self, program: Program) -> None:
+        """``program`` begins: it finds what is given to it."""
+        begin = len(self.tasks.starts)
+        self.tasks.programs.append(begin)
         if not program.carries:
-            ready = {}
-        if buffers is not None and program.trims:
-            buffers.trim(last)
-        if cells is not None:
-            cells.enter(program, run)
-        else:
-            for register in program.given:
-                content = program.contents[register]
-                events[content.tier].append((0.0, -1, begin, content.bytes))
+            self._ready = {}
+        if self._buffers is not None and program.trims:
+            self._buffers.trim(self._last)
+        if self._cells is not None:
+            self._cells.enter(program, self.tasks)
+            return
+        for register in program.given:
+            content = program.contents[register]
+            self.tasks.events[content.tier].append((0.0, -1, begin, content.bytes))
+
+    def run(self, program: Program) -> None:
+        """The instructions of ``program``, one after another."""
+        # A search spends its time here. A call for each instruction would be an eighth of that.
+        tasks, known, cells, last = self.tasks, self._costs.known, self._cells, self._last
+        starts, ends, events, free = tasks.starts, tasks.ends, tasks.events, tasks.free
+        streams, facts, ready, unsharded, waits = tasks.streams, tasks.facts, self._ready, self._unsharded, self._waits
         for each in program.instructions:
-            fact = known.get(id(each)) or costs.learn(each, program)
-            (
-                instruction, role, stream, seconds, reads, writes, takes, gives, replaced, part, slot, resident, over,
-                apart,
-            ) = fact  # fmt: skip
+            fact = known.get(id(each)) or self._costs.learn(each, program)
+            role = fact.role
             if role == WAIT or role == ARRIVE:  # noqa: SIM109  twice as fast
-                task = ready[reads[0]]
-                if role == WAIT:
-                    waits.append(task)
-                for register in writes:
-                    ready[register] = task
-                if task in coming:
-                    buffers.take(part, task, last)  # type: ignore[union-attr]  # else nothing is coming
-                begun = collectives.pop(task, None)
-                # Where nothing overlaps, the wait is what reads them: they are there until then.
-                read = task if overlaps or last < task else last
-                if begun is not None and begun.apart is not None:
-                    if ends[read] < ends[task]:
-                        read = task
-                    if begun.role == GATHER:
-                        carried += begun.apart.cores
-                if cells is not None:
-                    cells.waited(instruction, task, begun, read)
-                    continue
-                for tier, size in takes:
-                    run.take(tier, size, task)
-                if begun is not None:
-                    for tier, size in begun.gives:
-                        events[tier].append((ends[read], 2 * read + 1, read, -size))
+                self._wait(fact)
                 continue
             if role == FREE:
-                gathered = None if resident else unsharded.pop(part, None)
-                if gathered is not None:
-                    if cells is not None:
-                        # Where nothing has computed yet, the first task stands in.
-                        kept = isinstance(instruction, Free) and instruction.kept
-                        cells.freed(part, max(last, 0), kept=kept)
-                    if buffers is not None and buffers.give(part, last):
-                        # It would wait for the next forward, and whatever is free with it.
-                        if over:
-                            buffers.trim(last)
-                        continue
-                    if cells is not None:
-                        continue
-                    for tier, size in gives:
-                        events[tier].append((ends[last], 2 * last + 1, last, -size))
+                self._free(fact)
                 continue
             if role == MARK:
                 continue
             if role == VIEW:
-                if reads[0] in ready:
-                    ready[writes[0]] = ready[reads[0]]
-                if cells is not None:
-                    cells.viewed(instruction, max(last, 0))
+                self._view(fact)
                 continue
+            instruction, _, stream, seconds, reads, writes, takes, gives, replaced, part, slot, _, _, apart = fact
             task = len(starts)
             if role == COMPUTE:
                 # Only what computes waits here: transfers that stand behind a wait go on by themselves.
-                after, waits = waits, []
-                computed, last = last, task
-                if carried:
-                    seconds, carried = seconds + carried, 0.0
+                after = waits.copy()
+                waits.clear()
+                self._computed, self._last, last = last, task, task
+                if self._carried:
+                    seconds, self._carried = seconds + self._carried, 0.0
             else:
                 if role == GATHER:
                     if part in unsharded:
@@ -188,27 +174,19 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                         ready[writes[0]] = unsharded[part]
                         continue
                     unsharded[part] = task
-                    if buffers is not None and takes:
-                        coming[task], takes = takes[0][1], ()
+                    if self._buffers is not None and takes:
+                        self._coming[task], takes = takes[0][1], ()
                 after = [last] if last >= 0 else []
                 if apart is not None and apart.travels:
-                    if network >= 0:
-                        after.append(network)
-                    network = task
+                    if self._network >= 0:
+                        after.append(self._network)
+                    self._network = task
             for register in reads:
                 if register in ready:
                     after.append(ready[register])
             if slot is not None:
-                place = program.contents[slot].storage
-                held, before, now = slots.get(place, (-1, [], []))
-                if held != slot:
-                    # A new register in this place of the ring: all that worked for the one before must have ended.
-                    before, now = now, []
-                    slots[place] = slot, before, now
-                after += before
-                now.append(task)
+                after += self._before_in(program.contents[slot].storage, slot, task)
             facts.append(fact)
-            # Here and not in a function: its calls would be an eighth of the time of a search.
             start = free.get(stream, 0.0)
             for earlier in after:
                 if ends[earlier] > start:
@@ -218,27 +196,22 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
             streams.append(stream)
             ends.append(end)
             if replaced and cells is None:
-                # Free when the last ends that it waited for, as what it leaves behind is taken at once.
-                ended = run.last_of(after, computed)
-                if ended >= 0:
-                    events["device"].append((ends[ended], 2 * ended + 1, ended, -replaced))
-                else:
-                    events["device"].append((start, -1, task, -replaced))
+                self._give_early(task, after, replaced)
             for register in writes:
                 ready[register] = task
             if role == GATHER or role == REDUCE:  # noqa: SIM109  twice as fast
-                collectives[task] = fact
+                self._collectives[task] = fact
                 if apart is None:
-                    if not overlaps:
+                    if not self._overlaps:
                         waits.append(task)
                 elif role == REDUCE:
-                    carried += apart.cores
+                    self._carried += apart.cores
                 # What it reads stays until somebody waits for it, and is given back there.
                 gives = ()
             if cells is not None:
-                run.instructions.append((instruction, program))  # type: ignore[arg-type]  # the others were dealt with
-                run.after.append(tuple(sorted(set(after))))
-                cells.ran(instruction, program, task, buffered=task in coming)
+                tasks.instructions.append((instruction, program))  # type: ignore[arg-type]  # the others were dealt with
+                tasks.after.append(tuple(sorted(set(after))))
+                cells.ran(instruction, program, task, buffered=task in self._coming)
                 continue
             # What takes no time takes and gives at one moment: in that order, so that its memory counts in the peak.
             order = LATE if end != start else 2 * task
@@ -246,8 +219,78 @@ def walk(programs: Sequence[Program], costs: Costs, cells: Cells | None = None) 
                 events[tier].append((start, order, task, size))
             for tier, size in gives:
                 events[tier].append((end, 2 * task + 1, task, -size))
-    if buffers is not None:
-        buffers.finish()
-    if cells is not None:
-        cells.finish()
-    return run
+
+    def finish(self) -> None:
+        """Hold to the end what nobody gave back."""
+        if self._buffers is not None:
+            self._buffers.finish()
+        if self._cells is not None:
+            self._cells.finish()
+
+    def _wait(self, fact: Fact) -> None:
+        """What computes next waits for the task that fills a register; one that arrives by its gather does not."""
+        ready, last, ends = self._ready, self._last, self._ends
+        task = ready[fact.reads[0]]
+        if fact.role == WAIT:
+            self._waits.append(task)
+        for register in fact.writes:
+            ready[register] = task
+        if task in self._coming:
+            self._buffers.take(fact.part, task, last)  # type: ignore[union-attr]  # else nothing is coming
+        begun = self._collectives.pop(task, None)
+        # Where nothing overlaps, the wait is what reads them: they are there until then.
+        read = task if self._overlaps or last < task else last
+        if begun is not None and begun.apart is not None:
+            if ends[read] < ends[task]:
+                read = task
+            if begun.role == GATHER:
+                self._carried += begun.apart.cores
+        if self._cells is not None:
+            self._cells.waited(fact.instruction, task, begun, read)
+            return
+        for tier, size in fact.takes:
+            self.tasks.take(tier, size, task)
+        if begun is not None:
+            for tier, size in begun.gives:
+                self._events[tier].append((ends[read], 2 * read + 1, read, -size))
+
+    def _free(self, fact: Fact) -> None:
+        """A bucket or tile is let go of, unless it stays."""
+        if fact.resident or self._unsharded.pop(fact.part, None) is None:
+            return
+        if self._cells is not None:
+            kept = isinstance(fact.instruction, Free) and fact.instruction.kept
+            # Where nothing has computed yet, the first task stands in.
+            self._cells.freed(fact.part, max(self._last, 0), kept=kept)
+        if self._buffers is not None and self._buffers.give(fact.part, self._last):
+            # It would wait for the next forward, and whatever is free with it.
+            if fact.ends:
+                self._buffers.trim(self._last)
+        elif self._cells is None:
+            for tier, size in fact.gives:
+                self._events[tier].append((self._ends[self._last], 2 * self._last + 1, self._last, -size))
+
+    def _view(self, fact: Fact) -> None:
+        """Another register refers to what is there, or comes."""
+        if fact.reads[0] in self._ready:
+            self._ready[fact.writes[0]] = self._ready[fact.reads[0]]
+        if self._cells is not None:
+            self._cells.viewed(fact.instruction, max(self._last, 0))
+
+    def _before_in(self, place: int, register: int, task: int) -> list[int]:
+        """``task`` works in a place of a ring; those that worked there for another register, which must have ended."""
+        held, before, now = self._slots.get(place, (-1, [], []))
+        if held != register:
+            before, now = now, []
+            self._slots[place] = register, before, now
+        now.append(task)
+        return before
+
+    def _give_early(self, task: int, after: Sequence[int], size: int) -> None:
+        """Of what dies in ``task`` so much is free when the last ends that it waited for, as what it leaves behind is
+        taken at once."""
+        ended = self.tasks.last_of(after, self._computed)
+        if ended >= 0:
+            self.tasks.give("device", size, ended)
+        else:
+            self.tasks.events["device"].append((self.tasks.starts[task], -1, task, -size))
