@@ -139,6 +139,12 @@ def test_save_model_writes_what_from_pretrained_reads(trained: Any) -> None:
     close(plain(model.state_dict()), ranks[0]["weights"][1])
 
 
+def test_save_model_writes_tied_weights_once(trained: Any, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    ours, theirs = (load_file(Path(where, "model.safetensors")) for where in (f"{trained[0]}/final", tmp_path))
+    assert ours.keys() == theirs.keys()
+
+
 def _resume(path: str, checkpoint: str, keep: str) -> Logs:
     ours = trainer(path, 3, llama(), keep)
     ours.train(resume_from_checkpoint=checkpoint)

@@ -120,6 +120,19 @@ class Accelerator(accelerate.Accelerator):
             count_own_forward(unwrapped)
         return unwrapped
 
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """As Accelerate's; tied parameters share one tensor, as in a plain model, so that files hold it once.
+
+        Each name was gathered by itself, and transformers looks at memory to know which tensors are tied.
+        """
+        state: dict[str, Any] = super().get_state_dict(model, unwrap)
+        first: dict[nn.Parameter, str] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            kept = first.setdefault(param, name)
+            if name in state and kept in state:
+                state[name] = state[kept]
+        return state
+
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         with held_back(zerograph.backend_of(model)):
