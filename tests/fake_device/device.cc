@@ -3,9 +3,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
+#include <set>
 
 #include "generator.h"
 #include "memory.h"
@@ -104,7 +107,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 // waits for them.
 Generator::Generator()
     : c10::GeneratorImpl(kDevice, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
-      numbers(at::detail::createCPUGenerator()) {}
+      numbers_(at::detail::createCPUGenerator()) {}
 
 void Generator::set_current_seed(std::uint64_t seed) { settled().set_current_seed(seed); }
 void Generator::set_offset(std::uint64_t) { TORCH_CHECK(false, "generators of the fake device have no offset"); }
@@ -118,13 +121,26 @@ void Generator::set_state(const c10::TensorImpl& state) {
 c10::intrusive_ptr<c10::TensorImpl> Generator::get_state() const { return settled().get_state().getIntrusivePtr(); }
 Generator* Generator::clone_impl() const {
   auto* other = new Generator;
-  other->numbers = settled().clone();
+  other->numbers_ = settled().clone();
   return other;
 }
+at::Generator Generator::drawn_from() {
+  const std::lock_guard held(mutex_);
+  streams_.insert(current_stream());
+  return numbers_;
+}
+// Not for other streams, as no host waits for them on a GPU: messages in them may wait for this very host.
 at::Generator& Generator::settled() const {
   count_wait("generator");
-  synchronize();
-  return numbers;
+  std::set<std::int64_t> drawing;
+  {
+    const std::lock_guard held(mutex_);
+    drawing.swap(streams_);
+  }
+  std::optional<pybind11::gil_scoped_release> others;  // torch asks with the GIL held, which a kernel may want
+  if (PyGILState_Check() != 0) others.emplace();
+  for (const auto stream : drawing) synchronize(stream);
+  return numbers_;
 }
 
 const at::Generator& default_generator() {

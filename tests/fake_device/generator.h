@@ -2,6 +2,9 @@
 
 #include <ATen/core/Generator.h>
 
+#include <mutex>
+#include <set>
+
 namespace fake {
 
 struct Generator final : c10::GeneratorImpl {
@@ -14,11 +17,15 @@ struct Generator final : c10::GeneratorImpl {
   void set_state(const c10::TensorImpl& state) override;
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override;
 
-  mutable at::Generator numbers;  // which kernels draw from
+  at::Generator drawn_from();  // by a kernel of the current stream
 
  private:
   Generator* clone_impl() const override;
   at::Generator& settled() const;
+
+  mutable std::mutex mutex_;
+  mutable std::set<std::int64_t> streams_;  // whose kernels draw since the host looked last
+  mutable at::Generator numbers_;
 };
 
 const at::Generator& default_generator();

@@ -2,6 +2,7 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <map>
 #include <utility>
 
 #include "operators.h"
@@ -86,6 +87,18 @@ class Group final : public c10d::Backend {
     });
   }
 
+  Works gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    std::vector<Tensors> into;
+    Tensors alive = inputs;
+    for (const auto& output : outputs) {
+      into.push_back(kernels(output));
+      alive.insert(alive.end(), output.begin(), output.end());
+    }
+    return begin(options.asyncOp, alive, [below = below_, into, own = kernels(inputs), options]() mutable {
+      below->gather(into, own, options)->wait();
+    });
+  }
+
   Works _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     Tensors both{output, input};
     return begin(options.asyncOp, both, [below = below_, own = kernels(both), options]() mutable {
@@ -119,12 +132,34 @@ class Group final : public c10d::Backend {
     return begin(options.asyncOp, alive, std::move(job));
   }
 
+  Works reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                        const c10d::ReduceScatterOptions& options) override {
+    Tensors alive = outputs;
+    alive.insert(alive.end(), inputs.begin(), inputs.end());
+    auto job = [below = below_, into = kernels(outputs), own = kernels(inputs), options]() mutable {
+      for (std::size_t i = 0; i < into.size(); ++i) below->_reduce_scatter_base(into[i], own[i], options)->wait();
+    };
+    return begin(options.asyncOp, alive, std::move(job));
+  }
+
   Works allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     return begin(options.asyncOp, tensors, [below = below_, own = kernels(tensors), options]() mutable {
       for (auto& one : own) {
         Tensors alone{one};
         below->allreduce(alone, options)->wait();
       }
+    });
+  }
+
+  Works send(Tensors& tensors, int to, int tag) override {
+    return pass(to, false, tensors, [below = below_, own = kernels(tensors), to, tag]() mutable {
+      below->send(own, to, tag)->wait();
+    });
+  }
+
+  Works recv(Tensors& tensors, int from, int tag) override {
+    return pass(from, true, tensors, [below = below_, own = kernels(tensors), from, tag]() mutable {
+      below->recv(own, from, tag)->wait();
     });
   }
 
@@ -151,8 +186,22 @@ class Group final : public c10d::Backend {
     return c10::make_intrusive<Collective>(stream, std::move(alive));
   }
 
+  // Between two ranks; each way has a stream of its own, as a rank may send before it receives, and so may the other.
+  Works pass(int peer, bool coming, const Tensors& tensors, Job job) {
+    const auto [place, is_new] = ways_.try_emplace({peer, coming}, 0);
+    if (is_new) place->second = new_stream();
+    const auto stream = place->second;
+    Mark::set(current_stream())->hold(stream);
+    Told told{"kernel", stream, 0, coming ? "recv" : "send", {}, {}};
+    for (const auto& tensor : tensors) (coming ? told.writes : told.reads).push_back(block_of(tensor));
+    tell(std::move(told));
+    launch(stream, std::move(job));
+    return c10::make_intrusive<Collective>(stream, tensors);
+  }
+
   c10::intrusive_ptr<c10d::Backend> below_;
   std::int64_t stream_;
+  std::map<std::pair<int, bool>, std::int64_t> ways_;
   std::shared_ptr<Mark> last_;
 };
 

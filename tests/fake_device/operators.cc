@@ -85,11 +85,11 @@ at::Tensor kernel_argument(const at::Tensor& tensor) {
 IValue on(c10::DeviceType device, const c10::Argument& argument, const IValue& value) {
   if (value.isDevice()) return c10::Device(device);
   if (value.isGenerator() && value.toGenerator().device().type() == kType) {
-    return static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->numbers;
+    return static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->drawn_from();
   }
   // What draws without a generator draws from the device's.
   if (value.isNone() && argument.type()->str() == "Generator?") {
-    return static_cast<Generator*>(default_generator().unsafeGetGeneratorImpl())->numbers;
+    return static_cast<Generator*>(default_generator().unsafeGetGeneratorImpl())->drawn_from();
   }
   if (device == at::kMeta) return mapped(value, shape_of);
   return mapped(value, kernel_argument);

@@ -94,6 +94,21 @@ def test_random_numbers_follow_the_seed_of_the_device() -> None:
     assert torch.equal(torch.rand(5, device="fake"), second)
 
 
+def test_the_state_of_random_numbers_waits_for_those_who_draw() -> None:
+    """And for no other stream, which may wait for what this host sends later."""
+    torch.manual_seed(3)
+    torch.rand(5, device="fake")
+    state = torch.fake.get_rng_state()
+    other, end = torch.Stream("fake"), torch.Event("fake")
+    with other:
+        slow = _slow()
+        end.record(other)
+        assert torch.equal(torch.fake.get_rng_state(), state) and not end.query()
+        drawn = torch.rand(5, device="fake")
+        assert not torch.equal(torch.fake.get_rng_state(), state) and end.query()
+    del slow, drawn
+
+
 def test_what_the_host_waits_for_is_counted() -> None:
     library = device.load()
     library.forget_waits()
