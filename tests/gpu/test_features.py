@@ -2,120 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from gpu.accelerator import here, watched
-from models import GPT
-from numerics import host_cases as cases
-from numerics.test_caught_errors import TRAP, trapped
-from numerics.test_offload import Run
+from gpu.trainings import (
+    Dropping,
+    Net,
+    Row,
+    Training,
+    Trapping,
+    accumulates,
+    adamw,
+    beside,
+    same_as_on_a_cpu,
+    steps,
+    stock,
+)
+from numerics.compare import load, save
+from numerics.host_cases import on_host
+from numerics.test_caught_errors import TRAP
 from ranks import run
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
-from traced import TracedOnce
 
 import zerograph
-from zerograph.runtime.torch_private import local_tensor
-
-Trained = tuple[list[Tensor], dict[str, Tensor]]
-
-
-class Net(GPT):
-    """With tied weights and frozen ones. Its operators round on a CPU as they do on the fake device."""
-
-    def __init__(self) -> None:
-        super().__init__(width=32, depth=2)
-        self.head.weight = self.embed.weight
-        self.blocks[0].out.requires_grad_(False)
-        for block in self.blocks:
-            block.norm = nn.RMSNorm(32)  # torch keeps the mean of a LayerNorm in 16 bits on a CPU alone
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """The loss of predicting each token from the one behind it."""
-        return F.cross_entropy(super().forward(ids).flatten(0, 1).float(), ids.roll(1, 1).flatten())
-
-    def _apply(self, *given: Any, **options: Any) -> Net:
-        super()._apply(*given, **options)
-        if self.head.weight is not self.embed.weight:  # parameters on the fake device are new ones, each for itself
-            self.head.weight = self.embed.weight
-        return self
-
-
-class Trapping(Net):
-    """Its layers may raise errors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for index, block in enumerate(self.blocks):
-            block.register_forward_hook(lambda _, __, x, index=index: trapped(x, index))
-
-
-class Training(Run):
-    """Reads no loss before its end, which would wait for the device."""
-
-    net = Net
-
-    def __init__(self, make: Callable[[nn.Module], Optimizer], once: bool, **options: Any) -> None:
-        super().__init__(make, **options)
-        if once:
-            self.compiled = TracedOnce(self.model, self.backend, options.get("mesh"))
-
-    def backward(self, times: float = 1.0) -> None:
-        loss = self.compiled(self.tokens())
-        (loss * times).backward()
-        self.losses.append(loss.detach())
-
-    def step(self, **options: Any) -> None:
-        self.optimizer.step(**options)
-        self.optimizer.zero_grad()
-
-    def trained(self) -> Trained:
-        """Losses, and this rank's part of all parameters."""
-        values = {name: local_tensor(value).detach().cpu() for name, value in self.model.state_dict().items()}
-        return [torch.as_tensor(loss).cpu() for loss in self.losses], values
-
-
-def stock(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
-
-
-def adamw(model: nn.Module, **options: Any) -> Optimizer:
-    return zerograph.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, **options)
+from zerograph.core.errors import RankError
 
 
 def matrices(model: nn.Module) -> Optimizer:
     return adamw(nn.ParameterList(p for p in model.parameters() if p.ndim > 1))
 
 
-def beside(**options: Any) -> Any:
-    return functools.partial(adamw, skip_nonfinite=False, **options)
+def trainable(model: nn.Module, cls: Any = zerograph.optim.AdamW, **options: Any) -> Optimizer:
+    return cls([p for p in model.parameters() if p.requires_grad], **{"lr": 1e-2, "eps": 1e-3, **options})
 
 
-def steps(t: Training) -> None:
-    t.steps(4)
+def muon(model: nn.Module) -> Optimizer:
+    wide, others = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    groups = [{"params": wide}, {"params": others, "use_muon": False, "lr": 1e-2, "eps": 1e-3}]
+    return zerograph.optim.Muon(groups, lr=0.02, momentum=0.9)
 
 
-def accumulates(t: Training) -> None:
-    for _ in range(2):
-        with t.backend.no_sync():
-            t.backward()
-            t.backward()
-        t.backward()
-        t.step()
-    t.backward()
-    t.steps(1)
+class WithoutNoise(Net):
+    """A bias of keys has no gradient but what sums leave when they are rounded, and OneBitAdam takes its sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.qkv.bias.requires_grad_(False)
+
+
+def one_bit(model: nn.Module) -> Optimizer:
+    return trainable(model, zerograph.optim.OneBitAdam, eps=1e-2, freeze_step=2)
+
+
+def lamb(model: nn.Module) -> Optimizer:
+    return zerograph.optim.LAMB(model.parameters(), lr=0.02, eps=1e-3)
+
+
+def lion(model: nn.Module) -> Optimizer:
+    return zerograph.optim.Lion(model.parameters(), lr=1e-3, overlap=True, skip_nonfinite=False)
+
+
+def adagrad(model: nn.Module) -> Optimizer:
+    return zerograph.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
 
 
 def clips(t: Training) -> None:
@@ -165,15 +123,15 @@ def evaluates(t: Training) -> None:
         t.steps(1)
 
 
-def resumes(t: Training, folder: str) -> None:
+def resumes(t: Training) -> None:
     """By both kinds of checkpoints."""
     t.steps(2)
     model, optimizer = get_state_dict(t.model, t.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=t.folder)
     kept = copy.deepcopy((t.model.state_dict(), t.optimizer.state_dict()))
     t.steps(1)
     model, optimizer = get_state_dict(t.model, t.optimizer)
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=t.folder)
     set_state_dict(t.model, t.optimizer, model_state_dict=model, optim_state_dict=optimizer)
     t.steps(2)
     t.model.load_state_dict(kept[0])
@@ -191,18 +149,16 @@ def has_two_optimizers(t: Training) -> None:
 
 
 def fails(t: Training) -> None:
-    """In forwards, backwards and a step, on both ranks, who leave out that batch."""
+    """In forwards, backwards and a step, on all ranks, who leave out that batch."""
     t.steps(1)
     for place in ("forward 1", "backward 1", "forward 0", "backward 0"):
-        TRAP.place = place
-        with pytest.raises(ValueError, match="boom"):
+        with _trapped(t, place):
             t.backward()
         t.optimizer.zero_grad()
         t.steps(1)
     with t.backend.no_sync():
         t.backward()
-        TRAP.place = "backward 1"
-        with pytest.raises(ValueError, match="boom"):
+        with _trapped(t, "backward 1"):
             t.backward()
     t.steps(1)
     hook = t.optimizer.register_step_pre_hook(lambda *_: {}["in a step"])
@@ -212,41 +168,86 @@ def fails(t: Training) -> None:
     t.steps(1)
 
 
-late = beside(delayed=True)
+@contextlib.contextmanager
+def _trapped(t: Training, place: str) -> Iterator[None]:
+    """The block fails there; on a CPU a rank may hear of another's error before it comes to its own."""
+    TRAP.place, TRAP.error = place, ValueError("boom")
+    with pytest.raises((ValueError, RankError) if t.device.type == "cpu" else ValueError, match="boom"):
+        yield
+    TRAP.place = ""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One training.
+def settles(t: Training) -> None:
+    """Of updates one step late."""
+    t.steps(3)
+    with torch.no_grad():
+        t.losses.append(t.compiled(t.tokens()).clone())
+    accumulates(t)
+    t.optimizer.settle()
+    with torch.no_grad():
+        t.model.blocks[0].up.weight.mul_(0.5)
+    t.steps(2, clip=0.1)
+    t.optimizer.settle()
 
-    Attributes:
-        options: of the backend.
-        tier: where parameters, gradients and states go.
-        activations: whether activations go there, too; without a tier to the host.
-        mesh: its shape, where it has two axes.
-    """
 
-    options: dict[str, Any]
-    trains: Callable[..., None] = steps
-    make: Callable[[nn.Module], Optimizer] = stock
-    tier: str = ""
-    activations: bool = False
-    mesh: tuple[int, ...] = ()
+def evaluates_with_dropout(t: Training) -> None:
+    """Between batches whose masks are drawn, and with a backward of its own."""
+    t.steps(1)
+    t.model.eval()
+    with torch.inference_mode():
+        t.losses.append(t.compiled(t.tokens()).clone())
+    t.backward()
+    t.model.train()
+    with t.backend.no_sync():
+        t.backward()
+    t.backward()
+    t.step()
+    t.steps(1)
 
-    def offload(self, folder: Path) -> dict[str, Any]:
-        """Options by which tensors leave the device."""
-        found = {"host": cases.on_host(), "nvme": cases.on_disk(folder)}.get(self.tier, {})
-        return found | ({"activations": self.tier or "host"} if self.activations else {})
 
-    @property
-    def wired(self) -> bool:
-        """Whether collectives send less than they are given."""
-        return "gather_wire" in self.options
+def unfreezes(t: Training) -> None:
+    """A layer, for another group; then freezes one, and steps by another optimizer between."""
+    t.steps(2)
+    frozen = t.model.blocks[0].out
+    frozen.requires_grad_(True)
+    t.optimizer.add_param_group({"params": list(frozen.parameters()), "lr": 3e-3})
+    t.steps(2)
+    t.model.blocks[1].up.requires_grad_(False)
+    t.steps(2)
+    other = zerograph.optim.SGD(t.model.blocks[1].down.parameters(), lr=0.01, momentum=0.9)
+    t.backward()
+    other.step()
+    other.zero_grad()
+    with torch.no_grad():
+        t.losses.append(t.compiled(t.tokens()).clone())
+    t.step()
+    t.steps(1)
 
-    @property
-    def coarse(self) -> bool:
-        """Whether a difference of one bit becomes one of many."""
-        return self.wired or "dtype" in self.options or self.trains is autocasts
+
+def looks(t: Training) -> None:
+    """At parameters, exported and gathered, and at a recorded step."""
+    t.steps(1)
+    with zerograph.gathered(t.model):
+        t.losses.append(t.model.blocks[1].up.weight.detach().sum())
+    with t.backend.record() as recording:
+        t.steps(1)
+    assert recording.forecast.seconds > 0
+    path = t.folder.with_suffix(".safetensors")
+    zerograph.export(t.model, path)
+    t.losses.append(load_file(path)["embed.weight"].sum())
+    t.steps(1)
+
+
+def moves(t: Training) -> None:
+    """Its checkpoint goes to other stages, whose states alone are on the host."""
+    t.steps(2)
+    save(t, str(t.folder))
+    for stage in (1, 2):
+        other = Training(adamw, True, t.folder, stage=stage, **on_host("optimizer"))
+        load(other, str(t.folder))
+        other.steps(2)
+        t.losses += other.losses
+    t.steps(1)
 
 
 BF16 = {"dtype": torch.bfloat16}
@@ -259,7 +260,7 @@ IN_MEMORY = {
     "clipped by the native step": Row({"stage": 1}, clips_natively, adamw),
     "GradScaler": Row({}, scales),
     "GradScaler of the native step": Row({}, scales, adamw),
-    "autocast": Row({}, autocasts),
+    "autocast": Row({}, autocasts, autocast=True),
     "tiles of the loss": Row({"loss_tiles": 4}, accumulates),
     "tiles of the batch": Row({"batch_tiles": 3}, accumulates),
     "tiles of tokens": Row({"token_tiles": 2}, accumulates),
@@ -272,8 +273,15 @@ IN_MEMORY = {
     "updated beside the next forward": Row({}, steps, beside(overlap="forward")),
     "resumed": Row({}, resumes),
     "two optimizers": Row({}, has_two_optimizers, matrices),
-    "errors": Row({}, fails),
+    "errors": Row({}, fails, net=Trapping),
     "replicas": Row({}, clips, mesh=(2, 1)),
+    "dropout, recomputed": Row({"recompute": "full"}, accumulates, net=Dropping),
+    "dropout in tiles of the batch": Row({"batch_tiles": 3}, accumulates, net=Dropping),
+    "searched": Row({"stage": "auto", "memory": "330KiB"}, evaluates_with_dropout, net=Dropping),
+    "looked at": Row({}, looks),
+    "unfrozen": Row({}, unfreezes, trainable),
+    "LAMB": Row({"stage": 1}, clips_natively, lamb),
+    "OneBitAdam": Row({"stage": 1}, accumulates, one_bit, net=WithoutNoise),
 }
 OFFLOADED = {
     "accumulated": Row(BF16, accumulates, adamw, "host", activations=True),
@@ -287,53 +295,35 @@ OFFLOADED = {
     "wires": Row({**WIRES, "recompute": "full"}, accumulates, adamw, "nvme", activations=True),
     "updated in the backward": Row({}, steps, beside(overlap=True), "nvme", activations=True),
     "updated beside the next forward": Row(BF16, accumulates, beside(overlap="forward"), "nvme", activations=True),
-    "updated one step late": Row(BF16, steps, late, "host"),
+    "updated one step late": Row(BF16, steps, beside(delayed=True), "host"),
     "resumed": Row({}, resumes, adamw, "nvme", activations=True),
     "two optimizers": Row({}, has_two_optimizers, matrices, "host"),
-    "errors": Row({}, fails, adamw, "nvme", activations=True),
+    "errors": Row({}, fails, adamw, "nvme", activations=True, net=Trapping),
     "replicas": Row({}, clips, adamw, "host", activations=True, mesh=(2, 1)),
+    "dropout": Row({"recompute": 0.5}, evaluates_with_dropout, adamw, "nvme", activations=True, net=Dropping),
+    "dropout in tiles of weights": Row(
+        {"tile": 2, "prefetch": 3, "recompute": "full"}, accumulates, adamw, "nvme", activations=True, net=Dropping
+    ),
+    "updated on the device": Row({}, accumulates, adamw, "host", there={"update": "device"}, near=True),
+    "nothing ahead": Row({"prefetch": 0}, accumulates, adamw, "nvme"),
+    "states of stage 1": Row({"stage": 1}, accumulates, stock, "host", "optimizer"),
+    "states of stage 2": Row({"stage": 2}, accumulates, adamw, "nvme", "optimizer"),
+    "gradients of stage 2": Row({"stage": 2, **BF16}, clips_natively, adamw, "nvme", "gradients"),
+    "GradScaler at stage 2": Row({"stage": 2}, scales, adamw, "host", "gradients", activations=True),
+    "searched": Row({"stage": "auto", "memory": "500KiB"}, looks, adamw, "nvme", activations=True, net=Dropping),
+    "unfrozen": Row({}, unfreezes, trainable, "nvme", activations=True, there={"nvme": "16MiB"}),
+    "loaded at other stages": Row(BF16, moves, adamw, "nvme", activations=True),
+    "states updated one step late": Row({}, settles, beside(delayed=True), "nvme", "optimizer"),
+    "updated one step late, resumed": Row(BF16, resumes, beside(delayed=True), "host"),
+    "Muon": Row({"stage": 2}, accumulates, muon, "host", "gradients"),
+    "Muon in 16 bits": Row(BF16, accumulates, muon, "nvme", activations=True),
+    "LAMB": Row({}, accumulates, lamb, "host"),
+    "Lion in the backward": Row({"batch_tiles": 3}, steps, lion, "nvme", activations=True, net=Dropping),
+    "Adagrad": Row({}, clips_natively, adagrad, "host"),
 }
 ROWS = IN_MEMORY | {f"offloaded, {name}": row for name, row in OFFLOADED.items()}
 
 
-def _trained(row: Row, device: torch.device, folder: Path, **options: Any) -> Trained:
-    Run.device, Training.net = device, Trapping if row.trains is fails else Net
-    if row.mesh:
-        options["mesh"] = init_device_mesh(device.type, row.mesh, mesh_dim_names=("replica", "shard"))
-    training = Training(row.make, row.trains is not autocasts, **{"stage": 3, **row.options, **options})
-    with sdpa_kernel(SDPBackend.MATH):
-        row.trains(training, *((str(folder / device.type),) if row.trains is resumes else ()))
-    return training.trained()
-
-
-def _same_as_on_a_cpu(name: str, folder: Path) -> None:
-    Run.device, row = here(), ROWS[name]
-    with watched() as races:
-        there = _trained(row, here(), folder, **row.offload(folder))
-    assert not races
-    with pytest.MonkeyPatch.context() as patch:
-        if row.wired:  # ranks that share the host's memory would send nothing
-            patch.setenv("ZEROGRAPH_TRANSPORT", "group")
-        Run.device = torch.device("cpu")  # where only what is on another tier is updated late
-        expected = _trained(row, Run.device, folder, **(row.offload(folder) if row.make is late else {}))
-    close = _close(row)
-    for mine, its in zip(there[0], expected[0], strict=True):
-        close(mine, its)
-    assert there[1].keys() == expected[1].keys()
-    for name, mine in there[1].items():
-        close(mine, expected[1][name])
-
-
-def _close(row: Row) -> Callable[[Tensor, Tensor], None]:
-    """To the bit on the fake device; but its native updates in memory round as torch's fused kernels do. A GPU's
-    kernels round otherwise, of which wires, and 16 bits, make more."""
-    if here().type != "fake":
-        rtol, atol = (1e-2, 2e-2) if row.coarse else (1e-4, 1e-4)
-    else:
-        rtol, atol = (1e-6, 1e-6) if row.make not in (stock, late) and not row.tier else (0, 0)
-    return functools.partial(torch.testing.assert_close, rtol=rtol, atol=atol)
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_training_is_that_of_a_cpu(name: str, tmp_path: Path) -> None:
-    run(2, _same_as_on_a_cpu, name, tmp_path)
+    run(ROWS[name].world, same_as_on_a_cpu, ROWS[name], tmp_path)

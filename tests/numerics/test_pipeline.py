@@ -124,17 +124,19 @@ class Case:
 
 
 class Training(compare.Steps):
+    device = torch.device("cpu")
+
     def __init__(self, case: Case, stages: int = 2) -> None:
         """``stages`` are ranks of a pipeline."""
         if not case.traced_once:
             torch._dynamo.reset()
-        self.mesh = init_device_mesh("cpu", (stages, WORLD // stages), mesh_dim_names=("pp", "dp"))
+        self.mesh = init_device_mesh(self.device.type, (stages, WORLD // stages), mesh_dim_names=("pp", "dp"))
         place, parts = self.mesh.get_local_rank("pp"), stages * case.chunks
         numbers = [place + stages * i for i in range(case.chunks)]
         if case.schedule is ScheduleZBVZeroBubble:
             numbers = [place, parts - 1 - place]
         self.first, self.last = 0 in numbers, parts - 1 in numbers
-        self.model = nn.ModuleList(case.part(number, parts) for number in numbers)
+        self.model = nn.ModuleList(case.part(number, parts) for number in numbers).to(self.device)
         options = {"stage": 3, "compute": "eager", "bucket_size": "1KB", **case.options}
         self.backend = zerograph.backend(mesh=self.mesh["dp"], **options)
         if case.shards:
@@ -146,7 +148,7 @@ class Training(compare.Steps):
             else:
                 part.compile(backend=self.backend)
             group = self.mesh["pp"].get_group()
-            mine.append(PipelineStage(part, number, parts, torch.device("cpu"), group=group))
+            mine.append(PipelineStage(part, number, parts, self.device, group=group))
         several = issubclass(case.schedule, PipelineScheduleMulti)
         rows = len(self.rows(0))
         loss = loss_of if case.scales else lambda logits, tokens: loss_of(logits, tokens) / rows
@@ -158,7 +160,7 @@ class Training(compare.Steps):
 
     def rows(self, seed: int) -> Tensor:
         """This rank's, each a microbatch."""
-        return batch(seed).chunk(self.mesh["dp"].size())[self.mesh.get_local_rank("dp")]
+        return batch(seed).to(self.device).chunk(self.mesh["dp"].size())[self.mesh.get_local_rank("dp")]
 
     def backward(self, seed: int) -> None:
         tokens, losses = self.rows(seed), list[Tensor]()

@@ -96,9 +96,9 @@ def split_logits(model: Net) -> dict[str, Any]:
 
 
 @functools.cache
-def grid(shape: tuple[int, int] = (2, 2)) -> DeviceMesh:
+def grid(shape: tuple[int, int] = (2, 2), kind: str = "cpu") -> DeviceMesh:
     """The same in all tests of a process: graphs that are traced once name its groups."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(kind, shape, mesh_dim_names=("dp", "tp"))
 
 
 Plan = Callable[[Net], dict[str, Any]]
@@ -114,7 +114,13 @@ def native(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 class Training(Steps):
     """Ours, or with ``stage`` None plain PyTorch on the whole batch; with ``once``, of a model that is traced once in a
-    process, which takes most of a test's time on four ranks."""
+    process, which takes most of a test's time on four ranks.
+
+    Attributes:
+        device: where all train, and what the mesh is of.
+    """
+
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -127,10 +133,11 @@ class Training(Steps):
     ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.model, self.losses, self.mesh, self.splits_loss = Net(), list[float](), None, plan is split_logits
+        self.model, self.losses = Net().to(self.device), list[float]()
+        self.mesh, self.splits_loss = None, plan is split_logits
         self.compiled: Callable[[Tensor], Tensor] = self.model
         if stage is not None:
-            self.mesh = mesh if mesh is not None else grid()
+            self.mesh = mesh if mesh is not None else grid(kind=self.device.type)
             if plan is not None:
                 parallelize_module(self.model, self.mesh["tp"], plan(self.model))
             options = {"compute": "eager", "bucket_size": "1KB", "mesh": self.mesh["dp"], **options}
@@ -142,7 +149,7 @@ class Training(Steps):
         self.optimizer = optimizer(self.model)
 
     def backward(self, seed: int) -> None:
-        tokens = torch.randint(0, VOCABULARY, (4, 6), generator=seeded(seed))
+        tokens = torch.randint(0, VOCABULARY, (4, 6), generator=seeded(seed)).to(self.device)
         if self.mesh is not None:
             tokens = tokens.chunk(self.mesh["dp"].size())[self.mesh.get_local_rank("dp")]
         logits = self.compiled(tokens)

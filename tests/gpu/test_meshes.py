@@ -1,0 +1,69 @@
+"""Four ranks of an accelerator on a mesh of two axes: replicas, tensor parallel, pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu.accelerator import here, watched
+from gpu.test_features import BF16, WIRES, clips, fails, settles
+from gpu.trainings import Dropping, Row, Trapping, accumulates, adamw, beside, same_as_on_a_cpu, steps, stock
+from numerics import test_pipeline as pipelines
+from numerics import test_tensor_parallel as tensor_parallel
+from ranks import run
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from zerograph.runtime.torch_private import local_tensor
+
+WORLD = 4
+REPLICAS: dict[str, Any] = {"mesh": (2, 2), "world": WORLD}
+ROWS = {
+    "clipped": Row({}, clips, near=True, **REPLICAS),  # the host's norms are summed in 64 bits
+    "stage 1": Row({"stage": 1}, accumulates, **REPLICAS),
+    "wires and tiles of the batch": Row({**WIRES, "batch_tiles": 3}, accumulates, **REPLICAS),
+    "on the host": Row({}, accumulates, adamw, "host", activations=True, **REPLICAS),
+    "updated in the backward": Row(
+        BF16, steps, beside(overlap=True), "nvme", activations=True, net=Dropping, **REPLICAS
+    ),
+    "updated one step late": Row({**BF16, "stage": 2}, settles, beside(delayed=True), "host", "gradients", **REPLICAS),
+    "errors": Row({}, fails, adamw, "host", net=Trapping, **REPLICAS),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_replicas_of_shards_train_as_on_a_cpu(name: str, tmp_path: Path) -> None:
+    run(WORLD, same_as_on_a_cpu, ROWS[name], tmp_path)
+
+
+def _same(kind: Any, make: Callable[[], Any]) -> None:
+    """Trainings of a ``kind``, whose class says on which device."""
+    found = list[tuple[list[float], dict[str, Tensor]]]()
+    for device in (here(), torch.device("cpu")):
+        with pytest.MonkeyPatch.context() as patch, sdpa_kernel(SDPBackend.MATH), watched() as races:
+            patch.setattr(kind, "device", device)
+            training = make()
+            for seed in range(3):
+                training.step(seed)
+            values = {name: local_tensor(value).cpu() for name, value in training.model.state_dict().items()}
+            found.append((training.losses, values))
+        assert not races
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def _tensor_parallel() -> None:
+    _same(tensor_parallel.Training, lambda: tensor_parallel.Training(3, tensor_parallel.sequences, stock))
+
+
+def _pipeline() -> None:
+    _same(pipelines.Training, lambda: pipelines.Training(pipelines.Case()))
+
+
+@pytest.mark.parametrize("case", [_tensor_parallel, _pipeline], ids=["tensor parallel", "pipeline"])
+def test_other_axes_train_as_on_a_cpu(case: Callable[[], None]) -> None:
+    if here().type == "cuda":
+        pytest.skip("gloo of torch 2.11 gathers no tensors of ranks that share a GPU")
+    run(WORLD, case)
