@@ -6,6 +6,7 @@ a cubin, and a launch does nothing. It is for processes of their own, which do n
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Callable
 from typing import Any
@@ -27,11 +28,12 @@ _FACTS = {
 
 
 def pretend(capability: tuple[int, int]) -> None:
-    """From now on there is one GPU of that compute capability."""
+    """From now on a GPU of that compute capability is current: the one that `shim.cc` says is."""
     name, processors, of_block, of_processor, cache = _FACTS[capability]
     major, minor = capability
     facts = types.SimpleNamespace(
-        name=name, type="cuda", index=0, major=major, minor=minor, multi_processor_count=processors, warp_size=32,
+        name=name, type="cuda", index=int(os.environ.get("SHIM_DEVICE", "0")), major=major, minor=minor,
+        multi_processor_count=processors, warp_size=32,
         max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536,
         total_memory=80 * 2**30, shared_memory_per_block=49152, shared_memory_per_block_optin=of_block,
         shared_memory_per_multiprocessor=of_processor, L2_cache_size=cache * 2**20, gcnArchName="", is_integrated=0,
@@ -49,9 +51,10 @@ def _always(value: Any) -> Callable[..., Any]:
 def _patch_torch(facts: types.SimpleNamespace) -> None:
     capability = facts.major, facts.minor
     answers = {
-        "_lazy_init": None, "is_available": True, "is_initialized": True, "_is_compiled": True, "device_count": 1,
-        "current_device": 0, "set_device": None, "synchronize": None, "_exchange_device": 0,
-        "_maybe_exchange_device": 0, "get_device_properties": facts, "get_device_capability": capability,
+        "_lazy_init": None, "is_available": True, "is_initialized": True, "_is_compiled": True,
+        "device_count": facts.index + 1, "current_device": facts.index, "set_device": None, "synchronize": None,
+        "_exchange_device": facts.index, "_maybe_exchange_device": facts.index,
+        "get_device_properties": facts, "get_device_capability": capability,
         "get_device_name": facts.name, "get_arch_list": [f"sm_{facts.major}{facts.minor}"],
         "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None, "memory_reserved": 0,
         "mem_get_info": (facts.total_memory, facts.total_memory),
@@ -60,21 +63,24 @@ def _patch_torch(facts: types.SimpleNamespace) -> None:
         setattr(torch.cuda, name, _always(answer))
     torch.cuda.default_generators = (torch.default_generator,)
     torch.version.cuda = "13.0"
-    for name in ("getCurrentRawStream", "getDevice", "exchangeDevice", "maybeExchangeDevice", "getCurrentBlasHandle"):
+    for name in ("getCurrentRawStream", "getCurrentBlasHandle"):
         setattr(torch._C, f"_cuda_{name}", _always(0))
+    for name in ("getDevice", "exchangeDevice", "maybeExchangeDevice"):
+        setattr(torch._C, f"_cuda_{name}", _always(facts.index))
     torch._C._cuda_setDevice = _always(None)
     interface = device_interface.CudaInterface
     of_interface = {
-        "is_available": True, "get_raw_stream": 0, "current_device": 0, "device_count": 1, "synchronize": None,
+        "is_available": True, "get_raw_stream": 0, "current_device": facts.index,
+        "device_count": facts.index + 1, "synchronize": None,
         "get_device_properties": facts, "get_compute_capability": 10 * facts.major + facts.minor,
-        "exchange_device": 0, "maybe_exchange_device": 0,
+        "exchange_device": facts.index, "maybe_exchange_device": facts.index,
         "is_bf16_supported": True, "is_triton_capable": True, "raise_if_triton_unavailable": None,
     }  # fmt: skip
     for name, answer in of_interface.items():
         setattr(interface, name, staticmethod(_always(answer)))
-    for name, answer in {"get_device_properties": facts, "current_device": 0, "set_device": None}.items():
+    for name, answer in {"get_device_properties": facts, "current_device": facts.index, "set_device": None}.items():
         setattr(interface.Worker, name, staticmethod(_always(answer)))
-    for device in ("cuda", "cuda:0"):
+    for device in ("cuda", f"cuda:{facts.index}"):
         device_interface.register_interface_for_device(device, interface)
 
 
@@ -107,9 +113,10 @@ def _patch_triton(facts: types.SimpleNamespace) -> None:
         binary_ext = "cubin"
         launcher_cls = staticmethod(_always(_always(None)))
         get_current_target = staticmethod(_always(target))
-        get_current_device = get_device = get_current_stream = staticmethod(_always(0))
+        get_current_device = get_device = staticmethod(_always(facts.index))
+        get_current_stream = staticmethod(_always(0))
         set_current_device = assemble_tensormap_to_arg = clear_cache = staticmethod(_always(None))
-        get_active_torch_device = staticmethod(_always(torch.device("cuda", 0)))
+        get_active_torch_device = staticmethod(_always(torch.device("cuda", facts.index)))
         get_device_interface = staticmethod(_always(torch.cuda))
         get_device_capability = staticmethod(_always((facts.major, facts.minor)))
         get_benchmarker = staticmethod(_always(_always([0.1])))

@@ -1,25 +1,34 @@
-// Lets a torch without CUDA believe that there is one device of it, far enough to compile for it: a guard that changes
-// nothing, hooks that say yes, and the choice among fused attentions. No kernel can run.
+// Lets a torch without CUDA believe that there is a device of it, far enough to compile for it: a guard that changes
+// nothing, hooks that say yes, and the choice among fused attentions. No kernel can run. SHIM_DEVICE in the environment
+// is the index of the device that is current, and of the last one; 0 if it is not there.
 #include <ATen/SDPBackend.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <cstdlib>
+
 namespace {
 
-const c10::Device kOnly(c10::DeviceType::CUDA, 0);
-const c10::Stream kStream(c10::Stream::DEFAULT, kOnly);
+// Asked for each time: a process is forked from one that has loaded this, and has an environment of its own.
+c10::DeviceIndex index() {
+  const char* given = std::getenv("SHIM_DEVICE");
+  return given == nullptr ? 0 : static_cast<c10::DeviceIndex>(std::atoi(given));
+}
+
+c10::Device device() { return {c10::DeviceType::CUDA, index()}; }
+c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, device()); }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
-  c10::Device exchangeDevice(c10::Device) const override { return kOnly; }
-  c10::Device getDevice() const override { return kOnly; }
+  c10::Device exchangeDevice(c10::Device) const override { return device(); }
+  c10::Device getDevice() const override { return device(); }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const noexcept override { return kStream; }
-  c10::Stream getNewStream(c10::Device, int) const override { return kStream; }
-  c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return stream; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
+  c10::Stream exchangeStream(c10::Stream given) const noexcept override { return given; }
+  c10::DeviceIndex deviceCount() const noexcept override { return index() + 1; }
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -37,12 +46,12 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(at::DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  at::DeviceIndex deviceCount() const override { return 1; }
-  at::DeviceIndex current_device() const override { return 0; }
-  at::DeviceIndex getCurrentDevice() const override { return 0; }
-  at::DeviceIndex exchangeDevice(at::DeviceIndex) const override { return 0; }
-  at::DeviceIndex maybeExchangeDevice(at::DeviceIndex) const override { return 0; }
+  int getNumGPUs() const override { return index() + 1; }
+  at::DeviceIndex deviceCount() const override { return index() + 1; }
+  at::DeviceIndex current_device() const override { return index(); }
+  at::DeviceIndex getCurrentDevice() const override { return index(); }
+  at::DeviceIndex exchangeDevice(at::DeviceIndex) const override { return index(); }
+  at::DeviceIndex maybeExchangeDevice(at::DeviceIndex) const override { return index(); }
   bool compiledWithCuDNN() const override { return true; }
   long versionCuDNN() const override { return 91000; }
   long versionRuntimeCuDNN() const override { return 91000; }

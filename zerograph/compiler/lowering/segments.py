@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from zerograph.compiler.lowering.torch_private import (
     stored_segment,
     wants_cuda_graphs,
 )
+from zerograph.compiler.lowering.triton_torch_private import triton_kernels_once
 from zerograph.compiler.torch_private import Uncacheable
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,10 @@ class SegmentCache:
             self.settings, self.callables = settings, {}
         before = dict(self.callables)
         try:
-            with kernels_in_background() if self.compute == "inductor" else nullcontext():
+            if self.compute == "inductor":
+                with triton_kernels_once(), kernels_in_background():
+                    yield
+            else:
                 yield
         except BaseException:
             self.callables = before  # the others may still lack kernels
