@@ -136,7 +136,21 @@ def ulysses_attention(group: dist.ProcessGroup, packed: bool = False) -> str:
     require_kind(group, dist.ProcessGroup, "ulysses_attention", 'the ranks of a sequence: mesh["cp"].get_group()')
     require_flag("packed", packed, "True for several documents in a sequence, whose position_ids begin anew")
 
+    name = f"ulysses over {group.group_name}" + packed * " of packed documents"
+    made = _Ulysses(group, packed)
+    AttentionInterface.register(name, made.attention)
+    AttentionMaskInterface.register(name, made.mask)
+    return name
+
+
+class _Ulysses:
+    """What transformers asks of an implementation of attention, for the ranks ``group`` that share a sequence."""
+
+    def __init__(self, group: dist.ProcessGroup, packed: bool) -> None:
+        self._group, self._packed = group, packed
+
     def attention(
+        self,
         module: torch.nn.Module,
         query: Tensor,
         key: Tensor,
@@ -149,23 +163,23 @@ def ulysses_attention(group: dist.ProcessGroup, packed: bool = False) -> str:
     ) -> tuple[Tensor, None]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         positions: Any = options.get("position_ids")
-        _refuse(module, options, positions, causal, packed)
+        _refuse(module, options, positions, causal, self._packed)
         if attention_mask is not None:
-            _require_whole(attention_mask, query.shape[2] * group.size())
+            _require_whole(attention_mask, query.shape[2] * self._group.size())
         if positions is not None and getattr(module, "layer_idx", 0) == 0:  # the same in all layers
-            _check_positions(positions, group, packed)
-        if packed:  # in each layer, as masks are made without positions; of equal nodes a graph keeps one
-            documents = _of_documents(all_gather(positions, group))
+            _check_positions(positions, self._group, self._packed)
+        if self._packed:  # in each layer, as masks are made without positions; of equal nodes a graph keeps one
+            documents = _of_documents(all_gather(positions, self._group))
             attention_mask = documents if attention_mask is None else attention_mask & documents
-        if key.shape[1] % group.size():
+        if key.shape[1] % self._group.size():
             key, value = (_repeated(x, query.shape[1]) for x in (key, value))
         softcap, sinks = options.get("softcap"), options.get("s_aux")
         found = ulysses(
             query,
             key,
             value,
-            group,
-            _attend if softcap is None and sinks is None else _as_eagerly(module, group, softcap, sinks),
+            self._group,
+            _attend if softcap is None and sinks is None else _as_eagerly(module, self._group, softcap, sinks),
             attn_mask=attention_mask,
             dropout_p=dropout,
             scale=scaling,
@@ -174,6 +188,7 @@ def ulysses_attention(group: dist.ProcessGroup, packed: bool = False) -> str:
         return found.transpose(1, 2), None
 
     def mask(
+        self,
         batch_size: int,
         q_length: int,
         kv_length: int,
@@ -185,9 +200,9 @@ def ulysses_attention(group: dist.ProcessGroup, packed: bool = False) -> str:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> Tensor | None:
-        """Once in a forward for layers that are alike; None lets ``attention`` be causal, or see all."""
+        """Once in a forward for layers that are alike; None lets :meth:`attention` be causal, or see all."""
         causal = "allow_is_bidirectional_skip" not in options  # which transformers says of the others only
-        tokens = q_length * group.size()
+        tokens = q_length * self._group.size()
         window = local_size if local_size is not None and local_size < tokens else None
         if getattr(config, "attention_chunk_size", None) is not None:
             raise UnsupportedError(
@@ -199,19 +214,14 @@ def ulysses_attention(group: dist.ProcessGroup, packed: bool = False) -> str:
             raise UnsupportedError(f"the model masks by more than a causal window, {_NOT_MADE}", _WHOLE)
         unpadded = None
         if attention_mask is not None:
-            _check_padding(kv_length, q_length, packed)
-            unpadded = _unpadded(attention_mask, group).expand(-1, -1, tokens, -1)
+            _check_padding(kv_length, q_length, self._packed)
+            unpadded = _unpadded(attention_mask, self._group).expand(-1, -1, tokens, -1)
         if causal:
-            _check_causal(mask_function, batch_size, q_length, device, group)
+            _check_causal(mask_function, batch_size, q_length, device, self._group)
         if not causal or (window is None and unpadded is None):
             return unpadded
         seen = _before(tokens, window, device)[None, None]
         return seen if unpadded is None else seen & unpadded
-
-    name = f"ulysses over {group.group_name}" + packed * " of packed documents"
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
-    return name
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
