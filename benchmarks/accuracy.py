@@ -5,6 +5,7 @@
     python benchmarks/accuracy.py --cases 14,15,16,17,18,19,20,21,22,23  # transformers' models, with large vocabularies
     python benchmarks/accuracy.py --cases 24,25,26,27,28,29  # states, and everything, on NVMe
     python benchmarks/accuracy.py --cases 30,31,32,33,34,35  # weights, losses and batches in tiles, activations on NVMe
+    python benchmarks/accuracy.py --cases 36,37  # bfloat16, in which attention is far slower than products
     python benchmarks/accuracy.py --cases 14,16,18 --budgets 0.8,0.9,1,1.2  # whether `memory=` is kept
 
 Prediction. The forecast of the peak is within 5% of what torch's allocator hands out, within 10% of the growth of the
@@ -75,6 +76,7 @@ CASES = [
     (LARGE, f"zg3:bucket_size=4MiB:tile=4:loss_tiles=4:activations=nvme:path={gettempdir()}"),
     (Workload(6, 512, 8, batch=8, seq=128), "zg3:batch_tiles=4:loss_tiles=8"),
     (Workload(6, 512, 8, vocab=8000, batch=8, seq=128, model="llama"), "zg3:batch_tiles=4:loss_tiles=8"),
+    *((Workload(4, 512, 8, vocab=8000, batch=2, seq=seq, model="llama", dtype="bf16"), "zg3") for seq in (256, 1024)),
 ]
 TELLING = 2**30
 """Bytes of states from which the growth of a process tells something: below, code and compilers are most of it."""

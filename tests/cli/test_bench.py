@@ -46,8 +46,8 @@ def test_this_machine_is_measured_and_read_back(tmp_path: Path) -> None:
 
 
 def assert_plausible(machine: Machine) -> None:
-    assert set(machine.matmul) == {"float32", "bfloat16", "float16"}
-    for rate in machine.matmul.values():
+    assert set(machine.matmul) == set(machine.attention) == {"float32", "bfloat16", "float16"}
+    for rate in (*machine.matmul.values(), *machine.attention.values()):
         assert 1e7 < rate < 1e16
     links = (machine.h2d, machine.d2h, machine.intra, machine.inter, machine.update)
     for link in (*links, machine.nvme_read, machine.nvme_write):

@@ -43,6 +43,8 @@ def test_presets_are_read_back(name: str) -> None:
         ({"device_bandwidth": None}, "device_bandwidth is None"),
         ({"published": {"float32": 0}}, "published rate of float32 is 0"),
         ({"published": "much"}, "published is 'much'"),
+        ({"attention": {"bfloat16": -1}}, "attention of bfloat16 is -1"),
+        ({"attention": 3e12}, "attention is 3000000000000.0, not rates by dtype"),
         ({"disturbed": 2}, "disturbed is 2"),
         ({"context": -1}, "context is -1, not a whole number of at least 0"),
         ({"communicator": "4MiB"}, "communicator is '4MiB', not a whole number of at least 0"),

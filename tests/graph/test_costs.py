@@ -53,6 +53,13 @@ def test_attention_is_two_products_and_its_gradient_five(causal: bool) -> None:
     found = [flops for node in gm.graph.nodes if (flops := costs.flops_of(node))]
     product = 2 * batch * heads * rows * columns * width
     assert found == [2 * product, 5 * product]
+    assert all(costs.attention_flops(node) == costs.flops_of(node) for node in gm.graph.nodes)
+
+
+def test_products_are_no_attention() -> None:
+    b = Builder()
+    product = b.mm(b.input("x", 8, 4), b.input("w", 4, 5))
+    assert costs.flops_of(product) and not costs.attention_flops(product)
 
 
 def test_memory_belongs_to_what_made_it() -> None:

@@ -101,3 +101,16 @@ def test_a_cpu_copies_what_it_multiplies_into_blocks() -> None:
     assert cpu.seconds(compute, [packed]) == pytest.approx(cpu.seconds(compute, [alone]) + more)
     assert cpu.seconds(product, []) == pytest.approx(cpu.seconds(compute, [packed]))
     assert RATES.seconds(compute, [packed]) == RATES.seconds(compute, [alone])
+
+
+def test_fused_attention_has_a_rate_of_its_own() -> None:
+    """Of a machine that was measured; a preset computes it as products."""
+    measured = Rates(replace(machine_named("cpu"), attention={"bfloat16": 1e9}), 1, "bfloat16")
+    work = 4 * 10**9
+    product, attention = Segment("", 1, work), Segment("", 1, 2 * work, attention=work)
+    compute = Compute(0, (), ())
+    assert measured.seconds(compute, [attention]) == pytest.approx(measured.seconds(compute, [product]) + work / 1e9)
+    preset = Rates(machine_named("cpu"), 1, "bfloat16")
+    assert preset.seconds(compute, [attention]) == preset.seconds(compute, [replace(product, flops=2 * work)])
+    in_float32 = replace(measured, dtype="float32")
+    assert in_float32.seconds(compute, [attention]) == preset.seconds(compute, [attention])

@@ -50,11 +50,11 @@ def bench(output: Path | None, path: Path, world: int | None, quick: bool, json_
 
 def rows(machine: Machine) -> list[list[Cell]]:
     """The machine as rows of what, and how much."""
-    per_second = {dtype: _si(rate, "FLOP/s") for dtype, rate in machine.matmul.items()}
     table = {
         "machine": machine.name,
         "ranks": f"{machine.ranks_per_node} on {machine.device}",
-        **{f"matrix products, {dtype}": f"{rate} per rank" for dtype, rate in per_second.items()},
+        **{f"matrix products, {dtype}": _flops(rate) for dtype, rate in machine.matmul.items()},
+        **{f"attention, {dtype}": _flops(rate) for dtype, rate in machine.attention.items()},
         "memory bandwidth": f"{_si(machine.device_bandwidth, 'B/s')} per rank",
         "smallest operation": f"{machine.launch * 1e6:.3g} us",
         "memory of a rank": format_bytes(machine.device_memory),
@@ -75,6 +75,10 @@ def rows(machine: Machine) -> list[list[Cell]]:
 
 def _link(link: Link) -> str:
     return f"{_si(link.rate, 'B/s')}, {link.latency * 1e6:.3g} us"
+
+
+def _flops(rate: float) -> str:
+    return f"{_si(rate, 'FLOP/s')} per rank"
 
 
 def _si(number: float, unit: str) -> str:

@@ -22,6 +22,7 @@ from zerograph.core.config import CutBy
 from zerograph.core.step import Kind, Lookup, Op, Param, Step, Value
 from zerograph.core.wire import Wires
 from zerograph.graph.costs import (
+    attention_flops,
     describing_sizes,
     flops_of,
     is_cheap_to_repeat,
@@ -169,6 +170,7 @@ def _op(node: fx.Node, backward: bool, part: _StepNodes) -> Op:
         again=node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
         activation=fact.name if isinstance(fact := node.meta.get("zg"), Activation) else "",
         packed=packed_bytes(node),
+        attention=attention_flops(node),
     )
 
 

@@ -98,6 +98,8 @@ class Machine:
             second. Where they do not (long chains of exp or erf on a CPU), a run's own times tell.
         matmul: floating-point operations per second of large matrix products, by dtype. Where there is "tf32" too, it
             is what "float32" products come to once torch may round them so (:meth:`with_precision`).
+        attention: floating-point operations per second of fused attention, causal, forward and backward, by dtype, if
+            all pairs of positions count, as they do in steps. A dtype that is not there has the rate of ``matmul``.
         launch: seconds that a kernel costs however small it is.
         ranks_per_node: devices that share a host.
         host_memory: bytes per node.
@@ -140,6 +142,7 @@ class Machine:
     update: Link
     cpu_optimizer: float
     published: Mapping[str, float] = field(default_factory=dict, hash=False)
+    attention: Mapping[str, float] = field(default_factory=dict, hash=False)
     context: int = 0
     communicator: int = 0
     intra_step: float = 0.0
@@ -180,6 +183,14 @@ class Machine:
         if dtype in self.published:
             return self.published[dtype], "published"
         return self.matmul.get(dtype, 0.0), "measured"
+
+    def product_rate(self, dtype: str) -> float:
+        """Operations per second of products in ``dtype``; of one that is not known those of float32."""
+        return self.matmul.get(dtype, self.matmul["float32"])
+
+    def attention_rate(self, dtype: str) -> float:
+        """Operations per second of fused attention in ``dtype``."""
+        return self.attention.get(dtype, self.product_rate(dtype))
 
     def collective(self, ranks: int, stride: int = 1) -> Link:
         """The link that bounds a collective over so many ranks, each ``stride``-th of all, in a ring."""
@@ -292,10 +303,12 @@ class Machine:
             rates |= {f"matmul of {dtype}": rate for dtype, rate in self.matmul.items()}
         else:
             yield f"matmul has not one rate for each of {', '.join(DTYPES)}"
-        if isinstance(self.published, Mapping):
-            rates |= {f"published rate of {dtype}": rate for dtype, rate in self.published.items()}
-        else:
-            yield f"published is {self.published!r}, not rates by dtype"
+        for name, text in (("published", "published rate"), ("attention", "attention")):
+            by_dtype = getattr(self, name)
+            if isinstance(by_dtype, Mapping):
+                rates |= {f"{text} of {dtype}": rate for dtype, rate in by_dtype.items()}
+            else:
+                yield f"{name} is {by_dtype!r}, not rates by dtype"
         if not (is_number(self.disturbed) and 0 <= self.disturbed <= 1):
             yield f"disturbed is {self.disturbed!r}, not a share from 0 to 1"
         may_be_0 = {"nvme_both": self.nvme_both, "intra_step": self.intra_step, "inter_step": self.inter_step}

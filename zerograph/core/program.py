@@ -53,11 +53,12 @@ class Segment:
     Attributes:
         digest: of its structure, equal for repeated layers; empty where nothing was compiled.
         operators: how many it has.
-        flops: of its products.
+        flops: of its products and attention.
         moved: bytes it reads and writes.
         memory: bytes it holds while it runs; of what it is given by position.
         slices: equal parts that its work is done in, of which each ``Compute`` is one.
         packed: bytes of the matrices that it multiplies.
+        attention: of its flops, those of fused attention.
     """
 
     digest: str
@@ -67,6 +68,7 @@ class Segment:
     memory: SegmentProfile = SegmentProfile()  # noqa: RUF009  immutable
     slices: int = 1
     packed: int = 0
+    attention: int = 0
 
 
 @dataclass(frozen=True, slots=True)

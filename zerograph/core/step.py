@@ -194,6 +194,7 @@ class Op:
         module: fully qualified name of the module that it computes, or whose gradient (``blocks.3.mlp``); empty for the
             model's own operations, and where tracing left no word of it.
         flops: floating-point operations, of products, convolutions and attention only.
+        attention: of these, those of a fused attention, which is no product to its kernels.
         moved: bytes that it reads and writes as a kernel of its own; 0 for what is fused into what is around it.
         packed: bytes of the matrices that it multiplies, which a CPU's libraries first copy into blocks.
         cheap: computing it again costs next to nothing (views, element-wise operations that fuse), so that the
@@ -219,6 +220,7 @@ class Op:
     activation: str = ""
     token_tiles: int = 1
     packed: int = 0
+    attention: int = 0
 
 
 # Up to the first part that is a number: of experts in a layer (`blocks.3.experts.5`) the layer is what repeats.

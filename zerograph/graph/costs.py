@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from zerograph.core.segment_profile import Operator, SegmentProfile, segment_profile
+from zerograph.graph.attention import ATTENTION
 from zerograph.graph.nodes import is_size, is_view
 from zerograph.graph.torch_private import OpOverload, behind_generator, is_recomputable
 
@@ -39,6 +40,12 @@ def flops_of(node: fx.Node) -> int:
     args, kwargs = fx.node.map_arg((given, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[arg-type]
     found = formula(*args, **kwargs, out_val=node.meta.get("val"))
     return int(found) if isinstance(found, (int, float)) else traced_size(found)
+
+
+def attention_flops(node: fx.Node) -> int:
+    """Of :func:`flops_of`, those of attention that is one kernel."""
+    target, _ = behind_generator(node.target, node.args)
+    return flops_of(node) if target in ATTENTION else 0
 
 
 def _formula_of(target: Any) -> Callable[..., Any] | None:

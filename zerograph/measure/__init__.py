@@ -144,6 +144,7 @@ def _machine(
         device_memory=memory // world if device == "cpu" else min(a.device_memory for a in reports),
         device_bandwidth=min(a.bandwidth for a in reports),
         matmul=_slowest([a.matmul for a in reports]),
+        attention=_slowest([a.attention for a in reports]),
         launch=max(a.launch for a in reports),
         ranks_per_node=world,
         host_memory=memory,

@@ -20,6 +20,7 @@ class Effort:
         seconds: per measurement, in all rounds together.
         elements: of a large tensor on a CPU; sixteen times that on a GPU.
         matmul: rows and columns of a large matrix on a CPU; eight times that on a GPU.
+        attention: tokens of a sequence whose attention is computed on a CPU; eight times that on a GPU.
         gathers: bytes of the gathered tensor, for each size that is tried.
         disk: bytes of the temporary file.
         disk_seconds: for reading it, and for writing it, at most.
@@ -28,12 +29,15 @@ class Effort:
     seconds: float = 0.25
     elements: int = 2**23
     matmul: int = 1024
+    attention: int = 512
     gathers: tuple[int, ...] = (64 * 2**10, _MIB, 4 * _MIB, 16 * _MIB, 32 * _MIB)
     disk: int = 512 * _MIB
     disk_seconds: float = 1.0
 
 
-QUICK = Effort(seconds=0.02, elements=2**18, matmul=128, gathers=(2**16, 2**20), disk=32 * _MIB, disk_seconds=0.2)
+QUICK = Effort(
+    seconds=0.02, elements=2**18, matmul=128, attention=64, gathers=(2**16, 2**20), disk=32 * _MIB, disk_seconds=0.2
+)
 """Rough figures in the time it takes to import torch."""
 
 
@@ -70,6 +74,7 @@ class RankReport:
     device_memory: int
     bandwidth: float
     matmul: Mapping[str, float]
+    attention: Mapping[str, float]
     launch: float
     h2d: Link
     d2h: Link

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.layout import Layout
@@ -30,7 +31,7 @@ from zerograph.runtime.comm.rendezvous import shared
 ADAM_BYTES = 28
 """Per float32 element: parameter, gradient and two moments are read, all but the gradient written."""
 
-_GPU_ELEMENTS, _GPU_MATMUL = 16, 8  # a GPU needs larger tensors to be busy
+_GPU_ELEMENTS, _GPU_MATMUL, _GPU_ATTENTION = 16, 8, 8  # a GPU needs larger tensors to be busy
 _PARAMETERS = 20  # that share what one step costs beside them
 _PIECE = 4 * 2**20  # bytes of collectives per sample
 _GATHERS = 5  # samples per round
@@ -148,6 +149,7 @@ class Lab:
         """Everything once, in order."""
         free = torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else 0
         matmul = {dtype: self.matmul(dtype) for dtype in DTYPES}
+        attention = {dtype: self.attention(dtype) for dtype in DTYPES}
         h2d, d2h = self.copies()
         furthest = self.between or self.communicator
         return RankReport(
@@ -156,6 +158,7 @@ class Lab:
             device_memory=free,
             bandwidth=self.bandwidth(),
             matmul=matmul,
+            attention=attention,
             launch=self.launch(),
             h2d=h2d,
             d2h=d2h,
@@ -187,6 +190,23 @@ class Lab:
         a, b = (torch.rand(rows, rows, device=self.device).to(getattr(torch, dtype)) for _ in range(2))
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
+
+    def attention(self, dtype: str) -> float:
+        """Operations per second of causal attention, forward and backward, as if it computed all pairs of positions."""
+        self.begin(f"attention in {dtype}")
+        tokens = self.effort.attention * (_GPU_ATTENTION if self.on_gpu else 1)
+        shape = (1, *((16, tokens, 128) if self.on_gpu else (8, tokens, 64)))
+        query, key, value = (
+            torch.rand(shape, device=self.device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3)
+        )
+        gradient = torch.ones_like(query)
+
+        def attend() -> None:
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            torch.autograd.grad(out, (query, key, value), gradient)
+
+        # Of all pairs two products forward, and five backward, as steps count them.
+        return 14 * query.numel() * tokens / self.seconds(attend)
 
     def bandwidth(self) -> float:
         """Bytes per second that adding two large tensors reads and writes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zerograph.core.cost import Cost, Counted
 from zerograph.core.instructions import (
     Accumulate,
     Collective,
@@ -65,16 +66,16 @@ class Rates:
         match instruction:
             case Compute():
                 segment = segments[instruction.segment]
-                seconds = self.compute(segment.flops, segment.moved, segment.packed)
+                seconds = self.compute(segment)
                 if segment.slices == 1:
                     return seconds
                 # Each slice is launched by itself; the products and bytes are shared.
                 launch = self.machine.launch
                 return max(0.0, seconds - launch) / segment.slices + launch
             case Place() | Accumulate():
-                return self.compute(instruction.flops, instruction.moved, instruction.packed)
+                return self.compute(Cost(instruction.flops, instruction.moved, instruction.packed))
             case Scale():
-                return self.compute(0, instruction.moved)
+                return self.compute(Cost(moved=instruction.moved))
             case Gather(inside=True):
                 return self.inside(instruction.bytes)
             case Gather():
@@ -92,18 +93,20 @@ class Rates:
                 # An update reads and writes states at the same time.
                 return self.transfer(source, target, size, both=what == "states")
 
-    def compute(self, flops: float, moved: float, packed: float = 0) -> float:
-        """A compute task: its products, and the bytes that it reads and writes, ``packed`` of them of matrices that it
-        multiplies."""
+    def compute(self, cost: Counted) -> float:
+        """A compute task."""
+        moved = cost.moved
         if self.machine.device == "cpu":
-            # Its libraries write them in blocks and read these. With many rows that is little beside the product.
-            moved += 2 * packed
-        return self.products(flops) + moved / self.machine.device_bandwidth + self.machine.launch
+            # Its libraries write matrices in blocks and read these. With many rows that is little beside the product.
+            moved += 2 * cost.packed
+        seconds = self.products(cost.flops - cost.attention) + moved / self.machine.device_bandwidth
+        if cost.attention:
+            seconds += cost.attention / self.machine.attention_rate(self.dtype)
+        return seconds + self.machine.launch
 
     def products(self, flops: float) -> float:
         """The products of a compute task."""
-        matmul = self.machine.matmul
-        return flops / matmul.get(self.dtype, matmul["float32"])
+        return flops / self.machine.product_rate(self.dtype)
 
     def collective(self, size: float) -> float:
         """An all-gather of ``size`` bytes, or a reduction of them into shards."""

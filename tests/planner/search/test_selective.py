@@ -105,7 +105,7 @@ def test_a_level_holds_what_is_spared_and_repeats_the_rest() -> None:
         return sum(life.bytes for life in found.lives if option in life.saved)
 
     def work(option: int) -> int:
-        return sum(atom.flops for region in found.regions for atom in region.work[option].atoms)
+        return sum(atom.cost.flops for region in found.regions for atom in region.work[option].atoms)
 
     assert [held(option) - held(0) for option in range(3)] == [0, layers * 10**8, 2 * layers * 10**8]
     assert [(work(option) - work(2)) // 10**13 for option in range(3)] == [layers, 0, 0]

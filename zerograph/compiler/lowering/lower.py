@@ -50,7 +50,15 @@ from zerograph.core.plan import ParamTile, Placement, Plan, Residency, tile_labe
 from zerograph.core.program import Program, Register, Segment, ends_resident, stays_resident
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.graph import ops
-from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owner, moved_bytes, packed_bytes
+from zerograph.graph.costs import (
+    attention_flops,
+    bytes_of,
+    flops_of,
+    memory_inside,
+    memory_owner,
+    moved_bytes,
+    packed_bytes,
+)
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
 from zerograph.graph.nodes import (
     BucketFact,
@@ -418,6 +426,7 @@ def _segment(digest: str, nodes: list[fx.Node], outs: list[fx.Node], inputs: lis
         moved=moved_bytes(nodes, outs),
         memory=memory_inside(nodes, outs, inputs),
         packed=sum(map(packed_bytes, nodes)),
+        attention=sum(map(attention_flops, nodes)),
     )
 
 

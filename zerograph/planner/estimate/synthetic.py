@@ -103,7 +103,7 @@ class _Gpt:
         layer = module if module.startswith("layers.") else ""
         self.ops.append(
             Op(name, name.partition(" ")[0], self.phase, tuple(reads), (name,), params, "", layer, flops, moved, cheap,
-               activation=activation, packed=packed)
+               activation=activation, packed=packed, attention=flops if fused else 0)
         )  # fmt: skip
         return name
 

@@ -214,9 +214,7 @@ def _halved(known: Profile) -> Profile:
 
 
 def _half(work: Work) -> Work:
-    atoms = tuple(
-        replace(atom, flops=atom.flops // 2, moved=atom.moved // 2, packed=atom.packed // 2) for atom in work.atoms
-    )
+    atoms = tuple(replace(atom, cost=atom.cost.of_share(2)) for atom in work.atoms)
     # Full gradients stay as large as they are.
     stays = sum(size for atom in work.atoms for _, size in atom.gradients)
     levels = tuple(min(level, -(-(level + stays) // 2)) for level in work.memory.levels)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import lcm, prod
 
+from zerograph.core.cost import Cost
 from zerograph.core.step import Dimension, Step
 
 POINTS: Mapping[Dimension, int] = {"batch": 2, "seq": 3}
@@ -21,7 +22,7 @@ MOST_POINTS = 3
 
 def outline(step: Step) -> object:
     """The parts of a step that depend on no size: steps with equal ones do the same operations."""
-    ops = tuple(replace(op, flops=0, moved=0, packed=0) for op in step.ops)
+    ops = tuple(replace(op, **Cost()._asdict()) for op in step.ops)
     values = tuple(replace(value, bytes=0) for value in step.values)
     lookups = tuple(replace(lookup, last=0) for lookup in step.lookups)
     return ops, values, step.params, step.training, step.outputs, lookups
@@ -41,7 +42,7 @@ def interpolated(known: Mapping[int, Step], size: int) -> Step:
     ops = (
         # Most operations cost nothing at any size, and are shared in place of copied.
         op[0] if not op[0].flops and not op[0].moved else replace(
-            op[0], **{cost: at(tuple(getattr(o, cost) for o in op)) for cost in ("flops", "moved", "packed")}
+            op[0], **{cost: at(tuple(getattr(o, cost) for o in op)) for cost in Cost._fields}
         )
         for op in every_op
     )  # fmt: skip

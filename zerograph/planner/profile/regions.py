@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 
+from zerograph.core.cost import Cost, Counted
 from zerograph.core.segment_profile import Operator, SegmentProfile, segment_profile
 from zerograph.core.step import Op, Param, Phase, Step, layer_of_activation
 from zerograph.planner.profile.liveness import Graph, Mode, Saved, saved
@@ -18,19 +19,16 @@ from zerograph.planner.profile.liveness import Graph, Mode, Saved, saved
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A part of a region: the parameters it reads, floating-point operations, bytes read and written, and of matrices
-    that are multiplied (``packed``).
+    """A part of a region: the parameters it reads, and its cost.
 
     ``gradients`` are the parameters whose full gradients it makes, with their bytes; ``end`` is the number of the
     region's operations up to its end.
     """
 
     params: tuple[str, ...]
-    flops: int
-    moved: int
+    cost: Cost
     gradients: tuple[tuple[str, int], ...] = ()
     end: int = 0
-    packed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,20 +339,18 @@ def _atoms(graph: Graph, sequence: Sequence[int], outside: int, crossing: _Cross
     read: set[str] = set()
     names: dict[str, None] = {}
     gradients: list[tuple[str, int]] = []
-    flops, moved, packed = 0, outside, 0
+    costs: list[Counted] = [Cost(moved=outside)]
     for at, i in enumerate(sequence):
         used = graph.params_read[i]
         if not read.issuperset(used):
             if read:
-                yield Atom(tuple(names), flops, moved, tuple(gradients), at, packed)
-                names, gradients, flops, moved, packed = {}, [], 0, 0, 0
+                yield Atom(tuple(names), Cost.of(*costs), tuple(gradients), at)
+                names, gradients, costs = {}, [], []
             read.update(used)
         if used:
             names.update(dict.fromkeys(used))
-        flops += graph.ops[i].flops
-        moved += graph.ops[i].moved
-        packed += graph.ops[i].packed
+        costs.append(graph.ops[i])
         value = graph.writes[i]
         if value in crossing.gradients:
             gradients.append((crossing.gradients[value], graph.size[value]))
-    yield Atom(tuple(names), flops, moved, tuple(gradients), len(sequence), packed)
+    yield Atom(tuple(names), Cost.of(*costs), tuple(gradients), len(sequence))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from types import MappingProxyType
 
+from zerograph.core.cost import Cost
 from zerograph.core.instructions import Compute
 from zerograph.core.prefetching import UnshardedInterval, gathers_by_start, unsharded_intervals
 from zerograph.core.step import Phase
@@ -122,9 +123,7 @@ class _RegionPart:
     """Consecutive atoms that read the same buckets; ``gradients`` are bytes by bucket, ``end`` is the last atom's."""
 
     buckets: tuple[int, ...]
-    flops: int
-    moved: int
-    packed: int
+    cost: Cost
     gradients: dict[int, int]
     end: int
 
@@ -138,10 +137,9 @@ def _parts(atoms: Sequence[Atom], bucket_of: Mapping[str, int]) -> list[_RegionP
         if parts and set(buckets) <= set(parts[-1].buckets):
             old = parts.pop()
             gradients = _sums(chain(gradients.items(), old.gradients.items()))
-            work = old.flops + atom.flops, old.moved + atom.moved, old.packed + atom.packed
-            parts.append(_RegionPart(old.buckets, *work, gradients, atom.end))
+            parts.append(_RegionPart(old.buckets, Cost.of(old.cost, atom.cost), gradients, atom.end))
         else:
-            parts.append(_RegionPart(buckets, atom.flops, atom.moved, atom.packed, gradients, atom.end))
+            parts.append(_RegionPart(buckets, atom.cost, gradients, atom.end))
     return parts
 
 
@@ -215,8 +213,8 @@ class _Phase:
         # the last: the coarse program has a register for it.
         ending = sum(self._shared.registers.contents[register].bytes for register in dead) if slices == 1 else 0
         temporary = max(self._temporary(begin, end), -ending)
-        flops, moved, packed = (sum(getattr(part, what) for part in inside) for what in ("flops", "moved", "packed"))
-        work = self._shared.segment(flops, moved, packed, temporary if slices == 1 else 0, slices)
+        cost = Cost.of(*(part.cost for part in inside))
+        work = self._shared.segment(cost, temporary if slices == 1 else 0, slices)
         region = self._division.profile.regions[k]
         compute = self._shared.compute(work, outs, dead, region.module, region.source, (), region.token_tiles)
         return Piece(compute, k, first, last, intervals, complete, slices, reads, makes, made, work, temporary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from zerograph.core.cost import Cost
 from zerograph.core.instructions import Compute
 from zerograph.core.machine import Tier
 from zerograph.core.program import Register, Segment
@@ -57,13 +58,14 @@ class SharedInstructions:
         self.costs = Costs(rates)
         self.made: dict[tuple[object, ...], Any] = {}
 
-    def segment(self, flops: int, moved: int, packed: int, temporary: int, slices: int = 1) -> int:
+    def segment(self, cost: Cost, temporary: int, slices: int = 1) -> int:
         """The segment of that much work."""
-        key = ("segment", flops, moved, packed, temporary, slices)
+        key = ("segment", cost, temporary, slices)
         found: int | None = self.made.get(key)
         if found is None:
             found = self.made[key] = len(self.segments)
-            self.segments.append(Segment("", 0, flops, moved, SegmentProfile((temporary,)), slices, packed))
+            memory = SegmentProfile((temporary,))
+            self.segments.append(Segment("", 0, memory=memory, slices=slices, **cost._asdict()))
         return found
 
     def compute(

@@ -13,6 +13,7 @@ from itertools import pairwise, product
 from typing import Any, TypeVar
 
 from zerograph.core.config import DEFAULT_PREFETCH
+from zerograph.core.cost import Cost
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Placement, Plan
@@ -240,8 +241,7 @@ def recompute_options(space: SearchSpace) -> Decision:
     for region in profile.regions:
         if region.layer in seconds:
             for option, work in enumerate(region.work):
-                cost = rates.compute(*(sum(getattr(a, n) for a in work.atoms) for n in ("flops", "moved", "packed")))
-                seconds[region.layer][option] += cost
+                seconds[region.layer][option] += rates.compute(Cost.of(*(atom.cost for atom in work.atoms)))
     for life in profile.lives:
         layer = profile.regions[life.start].layer
         for option in life.saved if layer in size else ():

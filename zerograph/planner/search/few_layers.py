@@ -154,7 +154,7 @@ def _kinds(space: SearchSpace) -> dict[str, object]:
                 (
                     w.memory.levels,
                     w.memory.left,
-                    *((a.flops, a.moved, a.packed, len(a.params), tuple(s for _, s in a.gradients)) for a in w.atoms),
+                    *((a.cost, len(a.params), tuple(s for _, s in a.gradients)) for a in w.atoms),
                 )
                 for w in region.work
             )

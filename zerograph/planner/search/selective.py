@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from zerograph.core.cost import Cost, Counted
 from zerograph.core.step import layer_of_activation
 from zerograph.planner.profile.liveness import Graph, saved
 from zerograph.sim.rates import Rates
@@ -88,7 +89,7 @@ class _Layer:
         """The facts that tell an operation from its twin in a layer that is alike."""
         graph, value = self.graph, self.graph.writes[i]
         op, name = graph.ops[i], graph.activation[i][prefix:]
-        return name, op.flops, op.moved, op.packed, graph.size[value], value in self.wanted, value in graph.leaves
+        return name, Cost.of(op), graph.size[value], value in self.wanted, value in graph.leaves
 
     def way(self) -> Iterator[Stop]:
         """From all that can be saved to nothing, one activation less each time."""
@@ -111,17 +112,17 @@ class _Layer:
     def _seconds(self, saved_set: frozenset[str]) -> float:
         """The seconds to compute everything but ``saved_set`` again."""
         graph, wanted = self.graph, set(self.wanted)
-        flops = moved = packed = 0
+        costs: list[Counted] = []
         for i in reversed(self.inside):
             value = graph.writes[i]
             if value not in wanted or value in graph.leaves or graph.activation[i] in saved_set or graph.params[value]:
                 continue
             op = graph.ops[i]
-            flops += op.flops
-            packed += op.packed
-            moved += op.moved or 2 * graph.size[value]  # what fuses reads about as much as it writes
+            costs.append(op)
+            if not op.moved:  # what fuses reads about as much as it writes
+                costs.append(Cost(moved=2 * graph.size[value]))
             wanted.update(graph.reads[i])
-        return self.rates.compute(flops, moved, packed) - self.rates.compute(0, 0)
+        return self.rates.compute(Cost.of(*costs)) - self.rates.compute(Cost())
 
 
 def _efficient(way: Iterable[Stop], *, mixed: bool) -> list[Stop]:
