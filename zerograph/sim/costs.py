@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from zerograph.core.files.runfile import Measured
 from zerograph.core.instructions import (
@@ -15,6 +15,7 @@ from zerograph.core.instructions import (
     Gather,
     Instruction,
     OffDevice,
+    Reduce,
     Timed,
     View,
     Wait,
@@ -114,16 +115,15 @@ class Costs:
         return seconds - cores if isinstance(instruction, Gather) else seconds, apart
 
 
-_ROLES = (
-    (Computing, COMPUTE), (View, VIEW), (BeginUpdate, MARK), (Gather, GATHER), (Collective, REDUCE), (OffDevice, MOVE),
-    (Wait, WAIT),
-)  # fmt: skip
+_ROLES: dict[type[Instruction], int] = {
+    **dict.fromkeys(get_args(Computing), COMPUTE), **dict.fromkeys(get_args(OffDevice), MOVE),
+    **dict.fromkeys(get_args(Wait), WAIT), Gather: GATHER, Reduce: REDUCE, Free: FREE, View: VIEW, BeginUpdate: MARK,
+}  # fmt: skip
 
 
 def _role_of(instruction: Instruction) -> int:
-    if isinstance(instruction, WaitFetch) and instruction.by_gather:
-        return ARRIVE
-    return next((role for kinds, role in _ROLES if isinstance(instruction, kinds)), FREE)
+    arrives = isinstance(instruction, WaitFetch) and instruction.by_gather
+    return ARRIVE if arrives else _ROLES[type(instruction)]
 
 
 def _part_of(instruction: Instruction) -> tuple[int, int]:

@@ -22,7 +22,6 @@ from zerograph.core.instructions import (
 from zerograph.core.machine import Tier, hops, is_disk
 from zerograph.core.plan import Placement
 from zerograph.core.step import Kind, layer_of_activation
-from zerograph.planner.programs.pieces import Piece
 from zerograph.planner.programs.placement import BucketPart
 from zerograph.planner.programs.schedule import Scheduler
 
@@ -85,6 +84,10 @@ def wait_fetch(scheduler: Scheduler, register: int) -> WaitFetch:
     return WaitFetch(register)
 
 
+Tiled = tuple[tuple[BucketPart, ...], ...]
+"""The tiles of each of some buckets."""
+
+
 class Slice(NamedTuple):
     """One slice of a piece on tiles, as every coarse program has it.
 
@@ -100,29 +103,34 @@ class Slice(NamedTuple):
     ready: list[tuple[BucketPart, tuple[int, ...]]]
 
 
-def slices_of(scheduler: Scheduler, piece: Piece, full: Compute, parts: Sequence[Sequence[BucketPart]]) -> list[Slice]:
-    """The slices of a piece, which is ``full`` in one; ``parts`` are the tiles of each bucket."""
-    once, slices, found = scheduler.once, piece.slices, list[Slice]()
-    name = f"work of {scheduler.profile.regions[piece.region].phase} {full.module or 'outside of layers'}"
-    key = ("work", piece.region, piece.temporary)
+def slices_of(
+    scheduler: Scheduler, full: Compute, region: int, temporary: int, reads: Tiled, makes: Tiled
+) -> list[Slice]:  # fmt: skip
+    """The slices of a piece of ``region``, which is ``full`` in one, and holds so many bytes of its own.
+
+    Args:
+        reads, makes: the tiles of each tiled bucket that it reads, and whose gradient it makes.
+    """
+    once, slices, found = scheduler.once, max(map(len, (*reads, *makes))), list[Slice]()
+    name = f"work of {scheduler.profile.regions[region].phase} {full.module or 'outside of layers'}"
     # What the piece holds is held from the first slice to the last.
-    work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
+    work = (scheduler.registers.get(("work", region, temporary), name, temporary, "temporary"),)
     for i in range(slices):
         waits, frees = list[tuple[BucketPart, WaitGather]](), list[Free]()
         ready = list[tuple[BucketPart, tuple[int, ...]]]()
         read, writes = list[int](), [*full.writes, *work] if i == 0 else []
-        for bucket in dict.fromkeys((*piece.reads, *piece.makes)):
-            tiles = len(parts[bucket])
+        for parts in dict.fromkeys((*reads, *makes)):
+            tiles = len(parts)
             # A piece runs in as many slices as its finest bucket has tiles: others keep a tile for several slices.
             tile = i * tiles // slices
             begins = i == 0 or tile != (i - 1) * tiles // slices
             ended = i == slices - 1 or tile != (i + 1) * tiles // slices
-            part = parts[bucket][tile]
-            if bucket in piece.reads:
+            part = parts[tile]
+            if parts in reads:
                 waits.append((part, once(wait_gather, part, None)))
                 read.append(unsharded_register(scheduler, part, None))
                 frees += [once(free, part, None, False)] if ended else []
-            if bucket in piece.makes:
+            if parts in makes:
                 gradient = full_gradient(scheduler, part)
                 writes += [gradient] if begins else []
                 ready += [(part, (gradient,))] if ended else []
@@ -132,6 +140,17 @@ def slices_of(scheduler: Scheduler, piece: Piece, full: Compute, parts: Sequence
         )
         found.append(Slice(waits, compute, frees, ready))
     return found
+
+
+def bring_each(
+    scheduler: Scheduler,
+    parts: tuple[BucketPart, ...],
+    placement: Placement,
+    own: Placement | None,
+    behind: tuple[int, ...],
+) -> list[list[Instruction]]:
+    """:func:`bring`, for each tile of a bucket."""
+    return [bring(scheduler, part, placement, own, behind) for part in parts]
 
 
 def bring(

@@ -75,6 +75,7 @@ class _CoarsePrograms:
         self.instructions: list[Instruction] = []
         self.kind = "forward"
         self.parts = scheduler.all_bucket_parts(tuple(bucket.tiles for bucket in plan.buckets))
+        self.own = [self._own(bucket) for bucket in self.buckets]
         self.ahead = plan.ahead()
         self.saved: SavedRegisters | None = None  # registers of activations, where some are offloaded
         if plan.offload:
@@ -159,7 +160,7 @@ class _CoarsePrograms:
                     instructions.append(
                         self._once(bucket_work.gather_fetched, self.parts[bucket][0], self.buckets[bucket].placement)
                     )
-                instructions.append(self._once(bucket_work.wait_gather, self.parts[bucket][0], self._own(bucket)))
+                instructions.append(self._once(bucket_work.wait_gather, self.parts[bucket][0], self.own[bucket]))
             # Behind the frees and gathers of intervals that begin here: the pass `reduce` uses the next cut, too.
             for bucket in ready:
                 self._reduce(bucket, 0, phase.gradients[bucket])
@@ -183,10 +184,12 @@ class _CoarsePrograms:
         assert self.saved is not None
         key = (piece, self.saved)
         if key not in self.made:
-            compute, begins, ends = piece.compute, self.saved.begins, self.saved.ends
+            whole, begins, ends = piece.compute, self.saved.begins, self.saved.ends
             writes = (*(begins.get(piece.region, ()) if piece.first else ()), *piece.made)
             dead = ends.get(piece.region, ()) if piece.last else ()
-            self.made[key] = replace(compute, writes=writes, dead=dead)
+            self.made[key] = self.scheduler.shared.compute(
+                whole.segment, writes, dead, whole.module, whole.source, token_tiles=whole.token_tiles
+            )
         found: Compute = self.made[key]
         return found
 
@@ -195,7 +198,11 @@ class _CoarsePrograms:
         key = (bucket_work.slices_of, piece, self.saved)
         if key not in self.made:
             full = self._offloading(piece) if self.saved is not None else piece.compute
-            self.made[key] = bucket_work.slices_of(self.scheduler, piece, full, self.parts)
+            reads, makes = (tuple(self.parts[bucket] for bucket in own) for own in (piece.reads, piece.makes))
+            # Pieces are made for each prefetch and recomputation, and many are alike.
+            self.made[key] = self._once(
+                bucket_work.slices_of, full, piece.region, piece.temporary, reads, makes
+            )
         found: Sequence[Slice] = self.made[key]
         return found
 
@@ -204,12 +211,13 @@ class _CoarsePrograms:
         instructions = self.instructions
         # The first tile may be there: the interval's gather, which began ahead, is of that one.
         brought = {bucket: int(bucket in self.unsharded) for bucket in piece.reads}
+        brings = {bucket: self._brings(bucket) for bucket in piece.reads}
         self.unsharded.difference_update(piece.reads)
         for each in self._slices(piece):
             for part, wait in each.waits:
                 bucket = part.bucket
                 for ahead in range(brought[bucket], min(part.tiles, part.tile + self.ahead[bucket] + 1)):
-                    self._bring(bucket, ahead)
+                    instructions += brings[bucket][ahead]
                     brought[bucket] += 1
                 instructions.append(wait)
             instructions.append(each.compute)
@@ -227,7 +235,7 @@ class _CoarsePrograms:
                 part, placement = self.parts[bucket][0], self.buckets[bucket].placement
                 self.instructions += self._once(bucket_work.fetch, part, placement, self._behind(bucket))
             else:
-                self._bring(bucket, 0)
+                self.instructions += self._brings(bucket)[0]
             if self.late:
                 self._update_late()
 
@@ -238,22 +246,22 @@ class _CoarsePrograms:
         waits = is_disk(tier) or (tier != "device" and not self.rates.overlaps)
         return waits and whole and bool(self.parts[bucket][0].shards.alike)
 
-    def _bring(self, bucket: int, tile: int) -> None:
-        """Gather a bucket or a tile of it, after fetching its shards."""
-        part, placement = self.parts[bucket][tile], self.buckets[bucket].placement
-        self.instructions += self._once(bucket_work.bring, part, placement, self._own(bucket), self._behind(bucket))
+    def _brings(self, bucket: int) -> Sequence[Sequence[Instruction]]:
+        """By tile of a bucket, its gather, after fetching its shards."""
+        parts, placement = self.parts[bucket], self.buckets[bucket].placement
+        return self._once(bucket_work.bring_each, parts, placement, self.own[bucket], self._behind(bucket))
 
     def _behind(self, bucket: int) -> tuple[int, ...]:
         """The ends of the update that a gather of a bucket waits for: of all its tiles, as the runtime does."""
         return self.updated.get(bucket, ()) if self.kind == "forward" else ()
 
-    def _own(self, bucket: int) -> Placement | None:
+    def _own(self, bucket: Bucket) -> Placement | None:
         """The placement of a bucket of which this rank's slice of the whole is what the device holds anyway."""
-        placement = self.buckets[bucket].placement
+        placement = bucket.placement
         if self.rates.world_size == 1:
-            held = self.buckets[bucket].tiles == 1
+            held = bucket.tiles == 1
         else:  # a gather of CPU ranks is not in place
-            held = self.rates.overlaps and self.buckets[bucket].residency == "step" and placement.optimizer != "device"
+            held = self.rates.overlaps and bucket.residency == "step" and placement.optimizer != "device"
         return placement if held and placement.parameters == "device" else None
 
     def _free(self, phase: PhaseWork, interval: int) -> None:
@@ -264,7 +272,7 @@ class _CoarsePrograms:
             if not stays_resident(self.buckets[bucket].residency, phase.name):
                 self.unsharded.remove(bucket)
                 ends = ends_resident(self.buckets[bucket].residency, phase.name)
-                self.instructions.append(self._once(bucket_work.free, self.parts[bucket][0], self._own(bucket), ends))
+                self.instructions.append(self._once(bucket_work.free, self.parts[bucket][0], self.own[bucket], ends))
 
     def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
         """Start a reduction, for which the compute waits when a later one starts."""
