@@ -3,7 +3,6 @@ from what tells it apart, for a scheduler and those of variants of its step with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple

@@ -200,9 +200,7 @@ class _CoarsePrograms:
             full = self._offloading(piece) if self.saved is not None else piece.compute
             reads, makes = (tuple(self.parts[bucket] for bucket in own) for own in (piece.reads, piece.makes))
             # Pieces are made for each prefetch and recomputation, and many are alike.
-            self.made[key] = self._once(
-                bucket_work.slices_of, full, piece.region, piece.temporary, reads, makes
-            )
+            self.made[key] = self._once(bucket_work.slices_of, full, piece.region, piece.temporary, reads, makes)
         found: Sequence[Slice] = self.made[key]
         return found
 
