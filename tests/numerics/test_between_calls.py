@@ -124,6 +124,13 @@ def held_after_a_batch_was_dropped(model: Any, no_sync: Any) -> None:
         loss(model, seed + 1).backward()
 
 
+def held_until_a_closure(model: Any, no_sync: Any) -> None:
+    """The last micro-batch is inside of the step, as under Lightning's Trainer."""
+    with no_sync():
+        loss(model, 1).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step(lambda: loss(model, 2).backward())  # type: ignore[arg-type]
+
+
 HELD = [
     held_for_a_branch_that_is_not_taken_again,
     held_until_an_uncompiled_backward,
@@ -131,6 +138,7 @@ HELD = [
     held_and_zeroed,
     held_on_top_of_zeros,
     held_after_a_batch_was_dropped,
+    held_until_a_closure,
 ]
 
 ZEROED = (held_and_zeroed_by_foreach, held_and_zeroed, held_after_a_batch_was_dropped)
@@ -198,8 +206,9 @@ def _refused_while_held() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with no_sync():
         loss(model, 1).backward()
-    with pytest.raises(ZeroGraphError, match="holds back gradients of 4 parameters"):
-        optimizer.step()
+    for closure in (None, lambda: 0.0):
+        with pytest.raises(ZeroGraphError, match="holds back gradients of 4 parameters"):
+            optimizer.step(closure)
     for param in model.parameters():
         if param.grad is not None:
             param.grad.mul_(0.5)

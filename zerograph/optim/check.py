@@ -80,13 +80,16 @@ class OptimizerCheck:
         _watch_steps()
         handle_op(torch.ops.aten._local_scalar_dense.default, _refuse_own_number)
 
-    def begins(self, optimizer: Optimizer) -> None:
-        """A step begins."""
-        try:
-            self.look_at(optimizer)
-        except ZeroGraphError as error:
-            self._refused = error
-            raise
+    def begins(self, optimizer: Optimizer, *, evaluates: bool = False) -> None:
+        """A step begins. One that ``evaluates`` a closure begins again behind that, which may be the first call of a
+        model or the last micro-batch of several: gradients are looked at then.
+        """
+        if not evaluates:
+            try:
+                self.look_at(optimizer)
+            except ZeroGraphError as error:
+                self._refused = error
+                raise
         ranks = self._communicator()
         if ranks is not None and isinstance(optimizer, HostOptimizer):
             averages = optimizer.takes_local_gradients and self._holds_own(optimizer)
@@ -104,7 +107,8 @@ class OptimizerCheck:
                 _STEPPING.add(optimizer)
             self._refuse_updated(optimizer)
             self._bring_states_back(optimizer)
-            self._telemetry.updating()
+            if not evaluates:
+                self._telemetry.updating()
 
     def _refuse_updated(self, optimizer: Optimizer) -> None:
         own = {id(p) for p in params_in(optimizer.param_groups)}
@@ -322,9 +326,10 @@ def _watch_steps() -> None:
     is collected in a step."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        closures = any(_is_closure(value, optimizer) for value in (*args, *kwargs.values()))
         for check in _living():
-            check.begins(optimizer)
-        return _with_closure_outside(optimizer, args, kwargs) if optimizer in _STEPPING else (args, kwargs)
+            check.begins(optimizer, evaluates=closures)
+        return _with_closure_outside(optimizer, args, kwargs) if closures else (args, kwargs)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         _STEPPING.discard(optimizer)
@@ -341,19 +346,24 @@ def _watch_steps() -> None:
     register_failed_step_hook(failed)
 
 
+def _is_closure(value: Any, optimizer: Optimizer) -> bool:
+    return value is not optimizer and callable(value)
+
+
 def _with_closure_outside(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a step, whose closure is the user's code: that may read numbers of rows, to log them."""
+    """The arguments of a step, whose closure is the user's code: that may read numbers of rows, to log them. The step
+    begins behind it."""
 
     def outside(value: Any) -> Any:
-        if value is optimizer or not callable(value):
+        if not _is_closure(value, optimizer):
             return value
 
         def closure() -> Any:
             _STEPPING.discard(optimizer)
-            try:
-                return value()
-            finally:
-                _STEPPING.add(optimizer)
+            result = value()
+            for check in _living():
+                check.begins(optimizer)
+            return result
 
         return closure
 

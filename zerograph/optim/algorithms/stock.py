@@ -33,7 +33,7 @@ def make_states(optimizer: Optimizer, store: ShardStore) -> None:
     for group in optimizer.param_groups:
         names = names_in(group)
         for index, param in enumerate(group["params"]):
-            # A closure brings gradients only later: what it has then made is offloaded before the next step.
+            # States may be there before a gradient is, as those that were loaded.
             if id(param) in places and (param.grad is not None or param in optimizer.state):
                 name = f"parameter {names.get(id(param), f'{index} of its group')}"
                 _make(optimizer, group, param, name, store, places[id(param)])
