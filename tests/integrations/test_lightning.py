@@ -316,6 +316,25 @@ def test_a_file_is_evaluated(trainer: Any) -> None:
         close(ours, theirs)
 
 
+def _without_states(path: str) -> None:
+    strategy = ZeroGraphFabricStrategy(backend(3), save_distributed_checkpoint=False)
+    fabric = lightning.Fabric(**common(strategy))
+    fabric.launch()
+    model = torch.nn.Linear(4, 2)
+    module, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.save(path, {"model": module, "optimizer": optimizer})
+    saved = plain(model.state_dict())
+    torch.nn.init.zeros_(model.weight)
+    optimizer.param_groups[0]["lr"] = 0.2
+    fabric.load(path, {"model": module, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    close(plain(model.state_dict()), saved)
+
+
+def test_a_file_of_an_optimizer_without_states_is_loaded(tmp_path: Path) -> None:
+    run(1, _without_states, str(tmp_path / "file"))
+
+
 def _refused(path: str) -> None:
     for strategy in (ZeroGraphStrategy, ZeroGraphFabricStrategy):
         with pytest.raises(ConfigError, match=f"{strategy.__name__} got int in the place of a Backend"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from safetensors.torch import load_file, load_model, save, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from toy import differing, full
 
 import zerograph
@@ -62,6 +64,34 @@ def test_in_anomaly_mode_each_rank_looks_at_its_rows_of_a_gradient() -> None:
     assert run(2, _in_anomaly_mode, 2.0) == ["", ""]
     first, second = run(2, _in_anomaly_mode, math.nan)
     assert first == "" and "'MulBackward0' returned nan values" in second
+
+
+def _averaged_with_buffers() -> None:
+    """As ``AveragedModel(use_buffers=True)`` and timm's ``ModelEmaV3``: all tensors in one call, of which torch has no
+    rule for plain ones among DTensors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    plain = copy.deepcopy(model)
+    zerograph.shard(model, zerograph.backend())
+    averages = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True) for m in (model, plain)]
+    for average, source in zip(averages, (model, plain), strict=True):
+        for value in (1.0, 2.0):
+            with torch.no_grad():
+                for tensor in (*source.parameters(), source[1].running_mean):
+                    tensor.mul_(0.5).add_(value)
+            average.update_parameters(source)
+    assert differing(full(averages[0]), full(averages[1])) == []
+    weight, other = model[0].weight, plain[0].weight
+    assert not weight.full_tensor().equal(averages[0].module[0].weight.full_tensor())
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"lerp_(?s:.*)got mixed"):
+        torch._foreach_lerp_([weight], [other], 0.5)
+    with torch.no_grad():  # rows that lie otherwise are moved
+        torch._foreach_lerp_([weight], [weight.detach().redistribute(placements=[Replicate()]) + 2], 0.5)
+    assert torch.allclose(weight.full_tensor(), other + 1)
+
+
+def test_averages_move_parameters_and_buffers_in_one_call() -> None:
+    run(2, _averaged_with_buffers)
 
 
 def _wrapped_late() -> None:

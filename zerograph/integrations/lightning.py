@@ -332,4 +332,10 @@ def _restore(state: State, tensors: dict[str, Any], full: bool, strict: bool) ->
         if isinstance(state[key], nn.Module):
             set_model_state_dict(module, values, options=options)
         else:
-            set_optimizer_state_dict(module, state[key], values, options=options)
+            # Of whole states torch asks on which device they are, and those of SGD without momentum are nowhere.
+            split = replace(options, full_state_dict=full and _holds_tensors(values))
+            set_optimizer_state_dict(module, state[key], values, options=split)
+
+
+def _holds_tensors(states: State) -> bool:
+    return any(isinstance(v, Tensor) and v.dim() for each in states["state"].values() for v in each.values())

@@ -4,6 +4,7 @@ fails."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -46,6 +47,8 @@ _NOT_ELEMENTWISE = {
 _NOT_FUSED = {"SGD", "Adagrad"}
 _STEPPING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Others' optimizers of sharded parameters, while they step: of all backends, as is the operator that asks."""
+_MAKING_STATES: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers in the step by which DCP makes states."""
 
 
 class OptimizerCheck:
@@ -92,12 +95,12 @@ class OptimizerCheck:
                 raise
         ranks = self._communicator()
         if ranks is not None and isinstance(optimizer, HostOptimizer):
-            averages = optimizer.takes_local_gradients and self._holds_own(optimizer)
+            averages = optimizer.takes_local_gradients and self.holds_own(optimizer)
             if averages or any(map(is_sharded, self._own(optimizer))):
                 optimizer.communicator = weakref.ref(ranks)
         if isinstance(optimizer, HostOptimizer) and optimizer.stages in self._steps.pipelines:
             optimizer.pipelines = self._steps.pipelines  # whatever it holds: all stages add up alike
-        if self._holds_own(optimizer):
+        if self.holds_own(optimizer):
             if moving_groups(optimizer.param_groups):
                 self._complete()
             delayed.settle(params_in(optimizer.param_groups))
@@ -130,7 +133,7 @@ class OptimizerCheck:
         found = []
         for early in overlapping():
             optimizer = early.optimizer
-            if isinstance(optimizer, Optimizer) and self._holds_own(optimizer):
+            if isinstance(optimizer, Optimizer) and self.holds_own(optimizer):
                 self._look_at(optimizer, in_step=False)
                 self._bring_states_back(optimizer)
                 found.append(early)
@@ -160,7 +163,7 @@ class OptimizerCheck:
 
     def ended(self, optimizer: Optimizer) -> None:
         """A step has returned."""
-        if self._holds_own(optimizer):
+        if self.holds_own(optimizer):
             self._telemetry.updated()
             if not isinstance(optimizer, HostOptimizer):
                 self._store.copies.touched(params_in(optimizer.param_groups))
@@ -185,7 +188,7 @@ class OptimizerCheck:
             self._tell_ranks(optimizer, reason)
 
     def _tell_ranks(self, optimizer: Optimizer, reason: str) -> None:
-        if not self._holds_own(optimizer):
+        if not self.holds_own(optimizer):
             return
         self._telemetry.updated()
         ranks = self._communicator()
@@ -196,7 +199,8 @@ class OptimizerCheck:
         """The parameters of the backend that ``optimizer`` updates."""
         return (p for p in params_in(optimizer.param_groups) if id(p) in self._params)
 
-    def _holds_own(self, optimizer: Optimizer) -> bool:
+    def holds_own(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` updates parameters of the backend."""
         return any(True for _ in self._own(optimizer))
 
     def look_at(self, optimizer: Optimizer) -> None:
@@ -209,13 +213,13 @@ class OptimizerCheck:
         if not moving_groups(optimizer.param_groups):
             return
         takes = isinstance(optimizer, HostOptimizer) and optimizer.takes_local_gradients
-        if self._accumulation.names and self._holds_own(optimizer) and not (takes and self._accumulation.taker):
+        if self._accumulation.names and self.holds_own(optimizer) and not (takes and self._accumulation.taker):
             self._accumulation.refuse_step()
         self._look_at(optimizer)
 
     def _look_at(self, optimizer: Optimizer, *, in_step: bool = True) -> None:
         # Frozen models and targets are in no optimizer: the first one looks at all parameters.
-        first = next(iter(self._passed), optimizer) is optimizer and self._holds_own(optimizer)
+        first = next(iter(self._passed), optimizer) is optimizer and self.holds_own(optimizer)
         refuse_assigned(None if first else self._own(optimizer))
         foreign = {id(p) for p in params_in(optimizer.param_groups) if id(p) not in self._params and p.grad is not None}
         known, looked_at = self._passed.get(optimizer), (len(self._params), len(foreign))
@@ -224,7 +228,7 @@ class OptimizerCheck:
         self._refuse_replaced(optimizer)
         self._refuse_skipped(optimizer, foreign)
         self._refuse_not_elementwise(optimizer)
-        if isinstance(optimizer, HostOptimizer) and optimizer.takes_local_gradients and self._holds_own(optimizer):
+        if isinstance(optimizer, HostOptimizer) and optimizer.takes_local_gradients and self.holds_own(optimizer):
             self._refuse_local_gradients(optimizer, len(foreign))
         names = itertools.chain.from_iterable(names_in(group).items() for group in optimizer.param_groups)
         refuse_different_gradients(self._own(optimizer), dict(names))
@@ -239,12 +243,13 @@ class OptimizerCheck:
                 if live is not None:
                     live.loaded(loaded)
 
-            optimizer.register_load_state_dict_post_hook(after_load)
+            with contextlib.suppress(AttributeError):  # wrappers, as timm's Lookahead, leave Optimizer.__init__ out
+                optimizer.register_load_state_dict_post_hook(after_load)
         self._passed[optimizer] = looked_at
 
     def stepped(self) -> list[Optimizer]:
         """The optimizers that have stepped on parameters of the backend."""
-        return [o for o in self._passed if self._holds_own(o)]
+        return [o for o in self._passed if self.holds_own(o)]
 
     def _refuse_not_elementwise(self, optimizer: Optimizer) -> None:
         names = [c.__name__ for c in type(optimizer).__mro__]
@@ -326,6 +331,8 @@ def _watch_steps() -> None:
     is collected in a step."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if _makes_states(optimizer, kwargs) and any(check.holds_own(optimizer) for check in _living()):
+            _MAKING_STATES.add(optimizer)
         closures = any(_is_closure(value, optimizer) for value in (*args, *kwargs.values()))
         for check in _living():
             check.begins(optimizer, evaluates=closures)
@@ -333,17 +340,39 @@ def _watch_steps() -> None:
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         _STEPPING.discard(optimizer)
+        if optimizer in _MAKING_STATES:
+            _MAKING_STATES.discard(optimizer)
+            _begin_counts(optimizer)
         for check in _living():
             check.ended(optimizer)
 
     def failed(optimizer: Optimizer, error: BaseException) -> None:
         _STEPPING.discard(optimizer)
+        _MAKING_STATES.discard(optimizer)
         for check in _living():
             check.failed(optimizer, error)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     register_failed_step_hook(failed)
+
+
+def _makes_states(optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
+    """Whether this is DCP's step of zeros, before it reads states that are not there yet."""
+    if optimizer.state or moving_groups(optimizer.param_groups) or kwargs.get("closure", optimizer) is not None:
+        return False
+    return not any(p.grad is not None and local_tensor(p.grad).any() for p in params_in(optimizer.param_groups))
+
+
+def _begin_counts(optimizer: Optimizer) -> None:
+    """DCP's step is none of the training: Adam would correct the bias of its first moments as in a second step, and a
+    training that saves before it begins would be another one."""
+    for state in optimizer.state.values():
+        for name, first in (("step", 0), ("mu_product", 1)):  # the latter is NAdam's
+            if isinstance(state.get(name), Tensor):
+                state[name].fill_(first)
+            elif name in state:
+                state[name] = first
 
 
 def _is_closure(value: Any, optimizer: Optimizer) -> bool:

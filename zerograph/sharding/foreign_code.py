@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import safetensors.torch
@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad
 from zerograph.core.errors import CheckpointError, ShardingError, UnsupportedError
 from zerograph.runtime.dtensors import groups_of_ranks
 from zerograph.runtime.executor.late_gradients import refuse_reading
+from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import wrapped_by
 from zerograph.sharding.torch_private import AOTDispatchAutograd, before, handle_op, unscale
 
@@ -30,6 +31,7 @@ def explain_shards() -> None:
         handle_op(op.default, _refuse_collective)
     handle_op(torch.ops.aten._is_any_true.default, _any_of_own_rows)
     handle_op(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale_most_split_first)
+    handle_op(torch.ops.aten._foreach_lerp_.Scalar, _average_apart)
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
         before(wrapper, "__init__", _refuse_wrapper)
     before(safetensors.torch, "_find_shared_tensors", _refuse_in_file)
@@ -88,6 +90,24 @@ def _unscale_most_split_first(op: Any, args: tuple[Any, ...], kwargs: dict[str, 
     grads, *others = args
     in_order = sorted(grads, key=lambda grad: -math.prod(group.size() for group in groups_of_ranks(grad)))
     unscale(op, (in_order, *others), kwargs)
+
+
+def _average_apart(_: Any, args: tuple[Sequence[Tensor], Sequence[Tensor], float], __: dict[str, Any]) -> None:
+    """Averages move all tensors of a model in one call, with its buffers among them, which are plain: DTensor takes
+    lists of DTensors only. Neither needs the other's elements, and this rank's rows none of another rank's."""
+    averages, values, weight = args
+    pairs = list(zip(averages, values, strict=True))
+    alike = [pair for pair in pairs if _placed(pair[0]) == _placed(pair[1])]
+    if alike:
+        own, others = zip(*(map(local_tensor, pair) for pair in alike), strict=True)
+        torch._foreach_lerp_(own, others, weight)
+    for average, value in pairs:
+        if _placed(average) != _placed(value):
+            average.lerp_(value, weight)  # torch moves the rows, or says that one is a plain tensor
+
+
+def _placed(tensor: Tensor) -> tuple[Any, ...] | None:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def _refuse_wrapper(wrapper: nn.Module, module: nn.Module, *_: Any, **__: Any) -> None:
