@@ -21,7 +21,6 @@ import torch.distributed.checkpoint as dcp
 from numerics.compare import Result, check, full_values, mine, seeded
 from ranks import run, warned
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from traced import compile_once
 
@@ -187,19 +186,6 @@ def _held_by_a_copy() -> dict[int | None, Result]:
 def test_a_copy_drops_gradients_too() -> None:
     for results in run(2, _held_by_a_copy):
         check(results)
-
-
-def _probed() -> None:
-    model, _ = made(1)
-    out, probe = model(torch.ones(2, 8)), nn.Linear(5, 1)
-    if dist.get_rank() == 0:
-        probe(out.detach()).sum().backward()
-        torch.optim.SGD(probe.parameters()).step()
-    out.square().mean().backward()
-
-
-def test_an_optimizer_of_other_parameters_may_step_on_one_rank() -> None:
-    run(2, _probed)
 
 
 def _refused_while_held() -> None:
@@ -555,41 +541,3 @@ def _shape_only() -> None:
 
 def test_a_parameter_of_which_only_the_shape_is_read() -> None:
     run(2, _shape_only)
-
-
-def _saved_before_the_first_step() -> None:
-    kinds: list[tuple[Any, dict[str, Any]]] = [
-        (torch.optim.AdamW, {}),
-        (torch.optim.NAdam, {}),
-        (torch.optim.RMSprop, {"centered": True}),
-        (torch.optim.Adagrad, {"lr_decay": 0.1}),
-        (zerograph.optim.AdamW, {}),
-    ]
-    for kind, options in kinds:
-        found = []
-        for saves in (False, True):
-            torch.manual_seed(0)
-            model = nn.Linear(4, 6)
-            zerograph.shard(model, zerograph.backend())
-            optimizer = kind(model.parameters(), lr=0.1, **options)
-            if saves:
-                saved = get_optimizer_state_dict(model, optimizer)["state"]["weight"]
-                assert "step" not in saved or float(saved["step"]) == 0.0
-            for step in range(2):
-                for param in model.parameters():
-                    param.grad = (param.detach() * (step + 1)).sin()
-                optimizer.step(closure=None)
-            found.append(full_values(model))
-        for name, value in found[0].items():
-            assert torch.equal(value, found[1][name]), (kind, name)
-    model = nn.Linear(4, 6)
-    zerograph.shard(model, zerograph.backend())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    for param in model.parameters():
-        param.grad = param.detach().clone()
-    optimizer.step(closure=None)  # a warm-up's, with gradients
-    assert all(float(state["step"]) == 1.0 for state in optimizer.state.values())
-
-
-def test_a_checkpoint_before_the_first_step_changes_nothing() -> None:
-    run(2, _saved_before_the_first_step)

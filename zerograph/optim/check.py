@@ -4,10 +4,12 @@ fails."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Any
@@ -44,6 +46,7 @@ _NOT_ELEMENTWISE = {
     "Rprop": "it writes through index masks, which DTensor cannot",
     "SparseAdam": "it needs sparse gradients",
 }
+_ELEMENTWISE = "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0"
 _NOT_FUSED = {"SGD", "Adagrad"}
 _STEPPING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Others' optimizers of sharded parameters, while they step: of all backends, as is the operator that asks."""
@@ -260,9 +263,7 @@ class OptimizerCheck:
         if reason and any(isinstance(p, DTensor) for p in self._own(optimizer)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} cannot update parameters that are split over ranks: {reason}",
-                "zerograph.optim.Muon brings each to one rank"
-                if "Muon" in names
-                else "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0",
+                "zerograph.optim.Muon brings each to one rank" if "Muon" in names else _ELEMENTWISE,
             )
 
     def _refuse_local_gradients(self, optimizer: Optimizer, foreign: int) -> None:
@@ -347,6 +348,8 @@ def _watch_steps() -> None:
             check.ended(optimizer)
 
     def failed(optimizer: Optimizer, error: BaseException) -> None:
+        if optimizer in _STEPPING:
+            _explain(optimizer, error)
         _STEPPING.discard(optimizer)
         _MAKING_STATES.discard(optimizer)
         for check in _living():
@@ -355,6 +358,15 @@ def _watch_steps() -> None:
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     register_failed_step_hook(failed)
+
+
+def _explain(optimizer: Optimizer, error: BaseException) -> None:
+    """Add a hint to torch's words about an operation that it cannot do on rows, or on rows beside plain tensors."""
+    innermost = collections.deque(traceback.walk_tb(error.__traceback__), maxlen=1)
+    of_dtensors = any(f.f_globals.get("__name__", "").startswith("torch.distributed.tensor") for f, _ in innermost)
+    if (of_dtensors or "DTensor" in str(error)) and not isinstance(error, ZeroGraphError):
+        name = type(optimizer).__name__
+        error.add_note(f"\nhint: {name} does more than torch can do with parameters split over ranks: {_ELEMENTWISE}")
 
 
 def _makes_states(optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
@@ -411,7 +423,6 @@ def _refuse_own_number(op: Any, args: tuple[DTensor], _: dict[str, Any]) -> Any:
         raise UnsupportedError(
             f"{type(optimizer).__name__}.step() reads a number of this rank's rows alone (.item() of a DTensor, as of "
             "a dot product or a norm), and would step by another size on every rank",
-            "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0; Prodigy and D-Adaptation "
-            "add up over ranks with fsdp_in_use=True",
+            f"{_ELEMENTWISE}; Prodigy and D-Adaptation add up over ranks with fsdp_in_use=True",
         )
     return op(local_tensor(tensor))

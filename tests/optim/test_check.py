@@ -1,0 +1,113 @@
+"""Optimizers of others on sharded parameters: torch's errors get a hint, and saving early changes nothing.
+
+Steps that are refused are tested among the numerics, between calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from numerics.compare import full_values
+from ranks import run
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import zerograph
+
+
+class ReadsGradients(torch.optim.Optimizer):
+    """As timm's cautious optimizers and NovoGrad: computes with gradients what torch cannot do on rows."""
+
+    def __init__(self, params: Any, read: Callable[[Tensor], Any]) -> None:
+        super().__init__(params, {})
+        self.read = read
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.read(p)
+
+
+def _clamped(p: Tensor) -> Any:
+    return p.grad.norm().clamp_(min=0.1)  # type: ignore[union-attr]
+
+
+def _beside_a_plain_tensor(p: Tensor) -> Any:
+    return torch.mul(p.grad, torch.ones(3, 4))  # type: ignore[arg-type]
+
+
+def _explained() -> None:
+    for read in (_clamped, _beside_a_plain_tensor):
+        model = nn.Linear(4, 6, bias=False)
+        zerograph.shard(model, zerograph.backend())
+        model.weight.grad = model.weight.detach().clone()
+        optimizer = ReadsGradients(model.parameters(), read)
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        assert "hint: ReadsGradients does more than torch can do" in raised.value.__notes__[0]
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step(functools.partial(read, model.weight))
+        assert not hasattr(raised.value, "__notes__")  # the caller's own code
+
+
+def test_an_error_of_torch_about_rows_gets_a_hint() -> None:
+    run(2, _explained)
+
+
+def _saved_before_the_first_step() -> None:
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (torch.optim.AdamW, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.Adagrad, {"lr_decay": 0.1}),
+        (zerograph.optim.AdamW, {}),
+    ]
+    for kind, options in kinds:
+        found = []
+        for saves in (False, True):
+            torch.manual_seed(0)
+            model = nn.Linear(4, 6)
+            zerograph.shard(model, zerograph.backend())
+            optimizer = kind(model.parameters(), lr=0.1, **options)
+            if saves:
+                states: Any = get_optimizer_state_dict(model, optimizer)["state"]
+                saved = states["weight"]
+                assert "step" not in saved or float(saved["step"]) == 0.0
+            for step in range(2):
+                for param in model.parameters():
+                    param.grad = (param.detach() * (step + 1)).sin()
+                optimizer.step(closure=None)
+            found.append(full_values(model))
+        for name, value in found[0].items():
+            assert torch.equal(value, found[1][name]), (kind, name)
+    model = nn.Linear(4, 6)
+    zerograph.shard(model, zerograph.backend())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    for param in model.parameters():
+        param.grad = param.detach().clone()
+    optimizer.step(closure=None)  # a warm-up's, with gradients
+    assert all(float(state["step"]) == 1.0 for state in optimizer.state.values())
+
+
+def test_a_checkpoint_before_the_first_step_changes_nothing() -> None:
+    run(2, _saved_before_the_first_step)
+
+
+def _probed() -> None:
+    model = torch.compile(nn.Linear(8, 5), backend=zerograph.backend(stage=1, compute="eager"))
+    out, probe = model(torch.ones(2, 8)), nn.Linear(5, 1)
+    if dist.get_rank() == 0:
+        probe(out.detach()).sum().backward()
+        torch.optim.SGD(probe.parameters()).step()
+    out.square().mean().backward()
+
+
+def test_an_optimizer_of_other_parameters_may_step_on_one_rank() -> None:
+    run(2, _probed)
