@@ -20,7 +20,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.load import _METADATA_FILENAME, _move_state_into
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelParallel
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -196,12 +196,7 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
         """As other strategies: the model goes to its device, is sharded, and optimizers are made."""
         assert self.accelerator is not None
         for callback in trainer.callbacks:
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-                raise UnsupportedError(
-                    f"{type(callback).__name__} copies the model while it is plain, and cannot average sharded "
-                    "parameters",
-                    "update a torch.optim.swa_utils.AveragedModel in a callback of your own (docs/guide/parameters.md)",
-                )
+            _refuse(callback)
         self.accelerator.setup(trainer)
         self.model: nn.Module = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -235,6 +230,20 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
         tensors = {key: rest.pop(key) for key in state}
         _restore(state, tensors, full=path.is_file(), strict=module.strict_loading)
         return rest
+
+
+def _refuse(callback: Callback) -> None:
+    if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        raise UnsupportedError(
+            f"{type(callback).__name__} copies the model while it is plain, and cannot average sharded parameters",
+            "update a torch.optim.swa_utils.AveragedModel in a callback of your own (docs/guide/parameters.md)",
+        )
+    if isinstance(callback, ModelPruning):
+        raise UnsupportedError(
+            f"{type(callback).__name__} replaces parameters by masked ones, which the model has sharded by then",
+            "set weights to zero inside of zerograph.gathered(module, writeback=True), in a callback of your own "
+            "(docs/guide/parameters.md)",
+        )
 
 
 def _by_name(states: State, optimizer: Optimizer, module: nn.Module) -> State:
