@@ -6,6 +6,7 @@ Steps that are refused are tested among the numerics, between calls.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,35 @@ def _explained() -> None:
 
 def test_an_error_of_torch_about_rows_gets_a_hint() -> None:
     run(2, _explained)
+
+
+class AroundAnother(torch.optim.Optimizer):
+    """As timm's ``Lookahead``, which leaves ``Optimizer.__init__`` out and has only what a step asks for."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+        self.base, self.defaults, self.param_groups, self.state = base, base.defaults, base.param_groups, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+def _wrapped() -> None:
+    model = nn.Linear(4, 6)
+    zerograph.shard(model, zerograph.backend())
+    before = full_values(model)
+    optimizer = AroundAnother(torch.optim.SGD(model.parameters(), lr=0.5))
+    optimizer.zero_grad()  # from here on torch calls hooks of its steps
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for name, value in full_values(model).items():
+        assert torch.equal(value, before[name] - 0.5)
+
+
+def test_an_optimizer_around_another_one_steps() -> None:
+    run(2, _wrapped)
 
 
 def _saved_before_the_first_step() -> None:
