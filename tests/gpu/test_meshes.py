@@ -1,4 +1,4 @@
-"""Four ranks of an accelerator on a mesh of two axes: replicas, tensor parallel, pipelines."""
+"""Ranks of an accelerator on axes: replicas of shards, tensor parallel, pipelines, sequences that ranks share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import torch
 from gpu.accelerator import here, watched
 from gpu.test_features import BF16, WIRES, clips, fails, settles
 from gpu.trainings import Dropping, Row, Trapping, accumulates, adamw, beside, same_as_on_a_cpu, steps, stock
+from integrations import test_context_parallel as sequences
 from numerics import test_pipeline as pipelines
 from numerics import test_tensor_parallel as tensor_parallel
 from ranks import run
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import zerograph
 from zerograph.runtime.torch_private import local_tensor
 
 WORLD = 4
@@ -62,8 +65,37 @@ def _pipeline() -> None:
     _same(pipelines.Training, lambda: pipelines.Training(pipelines.Case()))
 
 
-@pytest.mark.parametrize("case", [_tensor_parallel, _pipeline], ids=["tensor parallel", "pipeline"])
-def test_other_axes_train_as_on_a_cpu(case: Callable[[], None]) -> None:
+class _Sharing:
+    """Two ranks share each sequence (Ulysses): of more, transports add gradients in other orders."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        mesh = init_device_mesh(self.device.type, (2,))
+        self.model = sequences.Net(32, 2, 2, mesh.get_group()).to(self.device)
+        self.model.compile(backend=zerograph.backend(mesh=mesh, compute="eager"))
+        self.optimizer, self.losses, self.rank = stock(self.model), list[float](), mesh.get_rank()
+
+    def step(self, seed: int) -> None:
+        ids = torch.randint(0, sequences.VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(seed))
+        own = slice(8 * self.rank, 8 * self.rank + 8)
+        loss = self.model(*(tokens[:, own].to(self.device) for tokens in (ids[:, :-1], ids[:, 1:])))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+
+def _shared_sequences() -> None:
+    _same(_Sharing, _Sharing)
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [(_tensor_parallel, WORLD), (_pipeline, WORLD), (_shared_sequences, 2)],
+    ids=["tensor parallel", "pipeline", "shared sequences"],
+)
+def test_other_axes_train_as_on_a_cpu(case: Callable[[], None], world: int) -> None:
     if here().type == "cuda":
         pytest.skip("gloo of torch 2.11 gathers no tensors of ranks that share a GPU")
-    run(WORLD, case)
+    run(world, case)
