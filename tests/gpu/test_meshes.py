@@ -12,11 +12,12 @@ from gpu.accelerator import here, watched
 from gpu.test_features import BF16, WIRES, clips, fails, settles
 from gpu.trainings import Dropping, Row, Trapping, accumulates, adamw, beside, same_as_on_a_cpu, steps, stock
 from integrations import test_context_parallel as sequences
+from integrations import test_expert_parallel as experts
 from numerics import test_pipeline as pipelines
 from numerics import test_tensor_parallel as tensor_parallel
 from ranks import run
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zerograph
@@ -65,35 +66,66 @@ def _pipeline() -> None:
     _same(pipelines.Training, lambda: pipelines.Training(pipelines.Case()))
 
 
-class _Sharing:
-    """Two ranks share each sequence (Ulysses): of more, transports add gradients in other orders."""
+class _Pair:
+    """Training on two ranks, which are all of ``mesh``: of more, transports add gradients in other orders."""
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
-        mesh = init_device_mesh(self.device.type, (2,))
-        self.model = sequences.Net(32, 2, 2, mesh.get_group()).to(self.device)
-        self.model.compile(backend=zerograph.backend(mesh=mesh, compute="eager"))
-        self.optimizer, self.losses, self.rank = stock(self.model), list[float](), mesh.get_rank()
+    def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
+        self.rank, self.model, self.losses = mesh.get_rank(), model.to(self.device), list[float]()
+        self.model.compile(backend=zerograph.backend(compute="eager"))
+        self.optimizer = stock(self.model)
 
     def step(self, seed: int) -> None:
-        ids = torch.randint(0, sequences.VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(seed))
-        own = slice(8 * self.rank, 8 * self.rank + 8)
-        loss = self.model(*(tokens[:, own].to(self.device) for tokens in (ids[:, :-1], ids[:, 1:])))
+        loss = self.loss(torch.Generator().manual_seed(seed))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
 
+    def loss(self, generator: torch.Generator) -> Tensor:
+        raise NotImplementedError
+
+
+class _Sequences(_Pair):
+    """The ranks share each sequence (Ulysses)."""
+
+    def __init__(self) -> None:
+        mesh = init_device_mesh(self.device.type, (2,))
+        super().__init__(mesh, sequences.Net(32, 2, 2, mesh.get_group()))
+
+    def loss(self, generator: torch.Generator) -> Tensor:
+        ids = torch.randint(0, sequences.VOCABULARY, (2, 17), generator=generator)
+        own = slice(8 * self.rank, 8 * self.rank + 8)
+        loss: Tensor = self.model(*(tokens[:, own].to(self.device) for tokens in (ids[:, :-1], ids[:, 1:])))
+        return loss
+
+
+class _Experts(_Pair):
+    """Each rank has half of the experts, and sends the other one tokens, of which the numbers differ."""
+
+    def __init__(self) -> None:
+        mesh = init_device_mesh(self.device.type, (1, 2), mesh_dim_names=("dp", "ep"))
+        super().__init__(mesh, experts.Net(mesh["ep"]))
+
+    def loss(self, generator: torch.Generator) -> Tensor:
+        batch = torch.randn(2, experts.TOKENS, experts.WIDTH, generator=generator)
+        loss: Tensor = self.model(batch[self.rank].to(self.device)).square().mean()
+        return loss
+
 
 def _shared_sequences() -> None:
-    _same(_Sharing, _Sharing)
+    _same(_Sequences, _Sequences)
+
+
+def _divided_experts() -> None:
+    _same(_Experts, _Experts)
 
 
 @pytest.mark.parametrize(
     ("case", "world"),
-    [(_tensor_parallel, WORLD), (_pipeline, WORLD), (_shared_sequences, 2)],
-    ids=["tensor parallel", "pipeline", "shared sequences"],
+    [(_tensor_parallel, WORLD), (_pipeline, WORLD), (_shared_sequences, 2), (_divided_experts, 2)],
+    ids=["tensor parallel", "pipeline", "shared sequences", "divided experts"],
 )
 def test_other_axes_train_as_on_a_cpu(case: Callable[[], None], world: int) -> None:
     if here().type == "cuda":
