@@ -45,6 +45,12 @@ def trainable(model: nn.Module, cls: Any = zerograph.optim.AdamW, **options: Any
     return cls([p for p in model.parameters() if p.requires_grad], **{"lr": 1e-2, "eps": 1e-3, **options})
 
 
+def muon_alone(model: nn.Module) -> Optimizer:
+    """Without others, which native updates in memory round by 1e-7: an element of a momentum that is sent in 16 bits
+    then becomes its neighbour, and weights part by 1e-4."""
+    return zerograph.optim.Muon([p for p in model.parameters() if p.ndim > 1], lr=0.02, momentum=0.9)
+
+
 def muon(model: nn.Module) -> Optimizer:
     wide, others = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
     groups = [{"params": wide}, {"params": others, "use_muon": False, "lr": 1e-2, "eps": 1e-3}]
@@ -257,6 +263,7 @@ IN_MEMORY = {
     "stage 1": Row({"stage": 1}, accumulates),
     "stage 2": Row({"stage": 2, **BF16}, accumulates),
     "clipped": Row({}, clips),
+    "Muon": Row({"stage": 2}, accumulates, muon_alone),
     "clipped by the native step": Row({"stage": 1}, clips_natively, adamw),
     "GradScaler": Row({}, scales),
     "GradScaler of the native step": Row({}, scales, adamw),
