@@ -17,6 +17,7 @@ from typing import TextIO
 import pretend  # noqa: F401  # for all scripts
 import segments
 import torch
+from torch._inductor.async_compile import shutdown_compile_workers
 from torch._inductor.fx_passes import joint_graph, post_grad
 
 import zerograph.dryrun.compile_only  # noqa: F401
@@ -42,6 +43,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         if not child:
             os.environ |= environment
             print(json.dumps(importlib.import_module(module).main(*arguments)), file=answers, flush=True)
+            shutdown_compile_workers()  # which outlive a process that just ends
             os._exit(0)
         if os.waitpid(child, 0)[1]:
             print("null", file=answers, flush=True)

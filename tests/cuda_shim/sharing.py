@@ -8,7 +8,7 @@ import pretend
 import segments
 import torch
 from torch._inductor import config
-from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
 
 from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.dryrun.compile_only import compile_only
@@ -25,6 +25,7 @@ def _forked(name: str, index: int) -> int:
     if not rank:
         os.environ["SHIM_DEVICE"] = str(index)
         _compile(name, index)
+        shutdown_compile_workers()  # which outlive a process that just ends
         os._exit(0)
     return rank
 

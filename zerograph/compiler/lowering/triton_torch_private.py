@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,10 +42,12 @@ def triton_kernels_once() -> Iterator[None]:
             os.environ[_CACHE] = before
 
 
-def _compile_once(load_kernel: Callable[[], Any], environment: dict[str, str], settings: dict[str, Any]) -> Any:
-    """As Inductor's own function, in one of its processes; while another process compiles the kernel, this waits."""
-    _, source = load_kernel.args  # type: ignore[attr-defined]  # a partial of a name and this
-    key = hashlib.sha256(_WHICH_DEVICE.sub("", source).encode()).hexdigest()
+def _compile_once(load_kernel: partial[Any], environment: dict[str, str], *settings: Any) -> Any:
+    """As Inductor's own function, in one of its processes; while another process compiles the kernel, this waits.
+
+    The kernel's name and source are the arguments of ``load_kernel``.
+    """
+    key = hashlib.sha256(_WHICH_DEVICE.sub("", repr(load_kernel.args)).encode()).hexdigest()
     os.makedirs(environment[_CACHE], exist_ok=True)
     with FileLock(Path(environment[_CACHE], f"{key}.lock"), timeout=LOCK_TIMEOUT):
-        return _worker_compile_triton(load_kernel, environment, settings)
+        return _worker_compile_triton(load_kernel, environment, *settings)
