@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 
 import pretend
 import segments
@@ -22,12 +23,16 @@ def main(name: str) -> bool:
 
 def _forked(name: str, index: int) -> int:
     rank = os.fork()
-    if not rank:
+    if rank:
+        return rank
+    try:
         os.environ["SHIM_DEVICE"] = str(index)
         _compile(name, index)
         shutdown_compile_workers()  # which outlive a process that just ends
         os._exit(0)
-    return rank
+    finally:  # not into the server's loop
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _compile(name: str, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers of others on sharded parameters: torch's errors get a hint, and saving early changes nothing.
+"""Optimizers of others, on sharded parameters and beside them: torch's errors get a hint.
 
 Steps that are refused are tested among the numerics, between calls.
 """
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from numerics.compare import full_values
 from ranks import run
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import zerograph
 
@@ -91,43 +90,25 @@ def test_an_optimizer_around_another_one_steps() -> None:
     run(2, _wrapped)
 
 
-def _saved_before_the_first_step() -> None:
-    kinds: list[tuple[Any, dict[str, Any]]] = [
-        (torch.optim.AdamW, {}),
-        (torch.optim.NAdam, {}),
-        (torch.optim.RMSprop, {"centered": True}),
-        (torch.optim.Adagrad, {"lr_decay": 0.1}),
-        (zerograph.optim.AdamW, {}),
-    ]
-    for kind, options in kinds:
-        found = []
-        for saves in (False, True):
-            torch.manual_seed(0)
-            model = nn.Linear(4, 6)
-            zerograph.shard(model, zerograph.backend())
-            optimizer = kind(model.parameters(), lr=0.1, **options)
-            if saves:
-                states: Any = get_optimizer_state_dict(model, optimizer)["state"]
-                saved = states["weight"]
-                assert "step" not in saved or float(saved["step"]) == 0.0
-            for step in range(2):
-                for param in model.parameters():
-                    param.grad = (param.detach() * (step + 1)).sin()
-                optimizer.step(closure=None)
-            found.append(full_values(model))
-        for name, value in found[0].items():
-            assert torch.equal(value, found[1][name]), (kind, name)
-    model = nn.Linear(4, 6)
-    zerograph.shard(model, zerograph.backend())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    for param in model.parameters():
-        param.grad = param.detach().clone()
-    optimizer.step(closure=None)  # a warm-up's, with gradients
-    assert all(float(state["step"]) == 1.0 for state in optimizer.state.values())
+class Takes(torch.optim.Optimizer):
+    """Gives what its step takes each parameter; or, a module, its children."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, taken: Any) -> Any:  # type: ignore[override]
+        return len(taken) if isinstance(taken, nn.Module) else taken(self.param_groups[0]["params"][0])
 
 
-def test_a_checkpoint_before_the_first_step_changes_nothing() -> None:
-    run(2, _saved_before_the_first_step)
+def _taken() -> None:
+    zerograph.shard(nn.Linear(4, 6), zerograph.backend())  # whose watch of steps is of the process
+    optimizer = Takes(nn.Linear(4, 6).parameters())
+    assert optimizer.step(lambda param: param.shape) == (6, 4)
+    assert optimizer.step(nn.Sequential(nn.ReLU(), nn.ReLU())) == 2
+
+
+def test_a_step_may_take_functions_of_arguments_and_modules() -> None:
+    run(2, _taken)
 
 
 def _probed() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -50,8 +50,6 @@ _ELEMENTWISE = "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, .
 _NOT_FUSED = {"SGD", "Adagrad"}
 _STEPPING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Others' optimizers of sharded parameters, while they step: of all backends, as is the operator that asks."""
-_MAKING_STATES: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers in the step by which DCP makes states."""
 
 
 class OptimizerCheck:
@@ -81,21 +79,24 @@ class OptimizerCheck:
         self._params, self._replaced, self._skipped, self._accumulation = params, replaced, skipped, accumulation
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._compared: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._refused: ZeroGraphError | None = None  # on its way to the caller
+        # On its way to the caller, through the steps of optimizers around one another.
+        self._refused: weakref.ref[ZeroGraphError] | None = None
         _CHECKS[self] = None
         _watch_steps()
         handle_op(torch.ops.aten._local_scalar_dense.default, _refuse_own_number)
 
-    def begins(self, optimizer: Optimizer, *, evaluates: bool = False) -> None:
-        """A step begins. One that ``evaluates`` a closure begins again behind that, which may be the first call of a
-        model or the last micro-batch of several: gradients are looked at then.
+    def begins(self, optimizer: Optimizer, *, has_closure: bool = False) -> None:
+        """A step begins. If it ``has_closure``, it begins again whenever that has returned: a closure may be the first
+        call of a model, or the last micro-batch of several, so that gradients are looked at then.
         """
-        if not evaluates:
-            try:
+        try:
+            if has_closure:
+                self._look_at_parameters(optimizer)
+            else:
                 self.look_at(optimizer)
-            except ZeroGraphError as error:
-                self._refused = error
-                raise
+        except ZeroGraphError as error:
+            self._refused = weakref.ref(error)
+            raise
         ranks = self._communicator()
         if ranks is not None and isinstance(optimizer, HostOptimizer):
             averages = optimizer.takes_local_gradients and self.holds_own(optimizer)
@@ -113,7 +114,7 @@ class OptimizerCheck:
                 _STEPPING.add(optimizer)
             self._refuse_updated(optimizer)
             self._bring_states_back(optimizer)
-            if not evaluates:
+            if not has_closure:
                 self._telemetry.updating()
 
     def _refuse_updated(self, optimizer: Optimizer) -> None:
@@ -180,8 +181,7 @@ class OptimizerCheck:
         """The update is a program of all ranks: those that wait for this one hear of its error at once, the others at
         their next program. A step that is refused has not begun, and a caller that catches that can mend and repeat it.
         """
-        refused, self._refused = self._refused, None
-        if error is refused:
+        if self._refused is not None and self._refused() is error:
             return
         reason = f"in {type(optimizer).__name__}.step(): {reason_of(error)}"
         try:
@@ -219,6 +219,13 @@ class OptimizerCheck:
         if self._accumulation.names and self.holds_own(optimizer) and not (takes and self._accumulation.taker):
             self._accumulation.refuse_step()
         self._look_at(optimizer)
+
+    def _look_at_parameters(self, optimizer: Optimizer) -> None:
+        """As :meth:`look_at`, but for gradients, which are still to come."""
+        if moving_groups(optimizer.param_groups):
+            refuse_assigned(self._own(optimizer))
+            self._refuse_replaced(optimizer)
+            self._refuse_not_elementwise(optimizer)
 
     def _look_at(self, optimizer: Optimizer, *, in_step: bool = True) -> None:
         # Frozen models and targets are in no optimizer: the first one looks at all parameters.
@@ -332,18 +339,21 @@ def _watch_steps() -> None:
     is collected in a step."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if _makes_states(optimizer, kwargs) and any(check.holds_own(optimizer) for check in _living()):
-            _MAKING_STATES.add(optimizer)
-        closures = any(_is_closure(value, optimizer) for value in (*args, *kwargs.values()))
+        _, *given = args  # torch gives hooks the optimizer itself, too
+        closure = kwargs.get("closure", given[0] if given else None)
+        if isinstance(closure, nn.Module) or not callable(closure):  # what others' steps take is no closure
+            closure = None
         for check in _living():
-            check.begins(optimizer, evaluates=closures)
-        return _with_closure_outside(optimizer, args, kwargs) if closures else (args, kwargs)
+            check.begins(optimizer, has_closure=closure is not None)
+        if closure is None:
+            return args, kwargs
+        watched = _beginning_behind(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": watched}
+        return (args[0], watched, *given[1:]), kwargs
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         _STEPPING.discard(optimizer)
-        if optimizer in _MAKING_STATES:
-            _MAKING_STATES.discard(optimizer)
-            _begin_counts(optimizer)
         for check in _living():
             check.ended(optimizer)
 
@@ -351,7 +361,6 @@ def _watch_steps() -> None:
         if optimizer in _STEPPING:
             _explain(optimizer, error)
         _STEPPING.discard(optimizer)
-        _MAKING_STATES.discard(optimizer)
         for check in _living():
             check.failed(optimizer, error)
 
@@ -369,46 +378,18 @@ def _explain(optimizer: Optimizer, error: BaseException) -> None:
         error.add_note(f"\nhint: {name} does more than torch can do with parameters split over ranks: {_ELEMENTWISE}")
 
 
-def _makes_states(optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
-    """Whether this is DCP's step of zeros, before it reads states that are not there yet."""
-    if optimizer.state or moving_groups(optimizer.param_groups) or kwargs.get("closure", optimizer) is not None:
-        return False
-    return not any(p.grad is not None and local_tensor(p.grad).any() for p in params_in(optimizer.param_groups))
+def _beginning_behind(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+    """``closure``, which is the user's code and may read numbers of rows, to log them; a step begins behind it."""
 
+    @functools.wraps(closure, updated=())
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        _STEPPING.discard(optimizer)
+        result = closure(*args, **kwargs)
+        for check in _living():
+            check.begins(optimizer)
+        return result
 
-def _begin_counts(optimizer: Optimizer) -> None:
-    """DCP's step is none of the training: Adam would correct the bias of its first moments as in a second step, and a
-    training that saves before it begins would be another one."""
-    for state in optimizer.state.values():
-        for name, first in (("step", 0), ("mu_product", 1)):  # the latter is NAdam's
-            if isinstance(state.get(name), Tensor):
-                state[name].fill_(first)
-            elif name in state:
-                state[name] = first
-
-
-def _is_closure(value: Any, optimizer: Optimizer) -> bool:
-    return value is not optimizer and callable(value)
-
-
-def _with_closure_outside(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a step, whose closure is the user's code: that may read numbers of rows, to log them. The step
-    begins behind it."""
-
-    def outside(value: Any) -> Any:
-        if not _is_closure(value, optimizer):
-            return value
-
-        def closure() -> Any:
-            _STEPPING.discard(optimizer)
-            result = value()
-            for check in _living():
-                check.begins(optimizer)
-            return result
-
-        return closure
-
-    return tuple(map(outside, args)), {name: outside(value) for name, value in kwargs.items()}
+    return watched
 
 
 def _refuse_own_number(op: Any, args: tuple[DTensor], _: dict[str, Any]) -> Any:

@@ -97,13 +97,13 @@ def _average_apart(_: Any, args: tuple[Sequence[Tensor], Sequence[Tensor], float
     lists of DTensors only. Neither needs the other's elements, and this rank's rows none of another rank's."""
     averages, values, weight = args
     pairs = list(zip(averages, values, strict=True))
+    for average, value in pairs:  # first, as torch refuses before it writes
+        if _placed(average) != _placed(value):
+            average.lerp_(value, weight)  # torch moves the rows, or says that one is a plain tensor
     alike = [pair for pair in pairs if _placed(pair[0]) == _placed(pair[1])]
     if alike:
         own, others = zip(*(map(local_tensor, pair) for pair in alike), strict=True)
         torch._foreach_lerp_(own, others, weight)
-    for average, value in pairs:
-        if _placed(average) != _placed(value):
-            average.lerp_(value, weight)  # torch moves the rows, or says that one is a plain tensor
 
 
 def _placed(tensor: Tensor) -> tuple[Any, ...] | None:
