@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -21,7 +23,7 @@ import zerograph
 from zerograph.core.errors import ShardingError, UnsupportedError
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "parameters.md"
-NORMS, WHOLE, PENALTY, HEAD, VECTOR, AVERAGE, TARGET = (
+NORMS, WHOLE, PENALTY, HEAD, VECTOR, AVERAGE, LISTED, TARGET = (
     part.split("```")[0] for part in PAGE.read_text().split("```python")[1:]
 )
 
@@ -194,6 +196,39 @@ def _averages() -> None:
 
 def test_the_page_on_averages() -> None:
     run(2, _averages)
+
+
+class Listed:
+    """As diffusers' ``EMAModel``, which keeps tensors and no module."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.shadows = [2 * p.detach() for p in parameters]
+
+    def store(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.stored = [p.detach().cpu().clone() for p in parameters]
+
+    def copy_to(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._copy(self.shadows, parameters)
+
+    def restore(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._copy(self.stored, parameters)
+
+    def _copy(self, values: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter]) -> None:
+        for value, param in zip(values, parameters, strict=True):
+            param.data.copy_(value.to(param.device).data)
+
+
+def _averages_in_a_list(path: str) -> None:
+    model = zerograph.shard(build(), zerograph.backend(stage=3, compute="eager"))
+    before = full(model)
+    scope = names() | {"unet": model, "ema": Listed(model.parameters())}
+    exec(LISTED.replace("unet_ema.safetensors", path), scope)
+    assert differing(full(model), before) == []
+    assert torch.equal(load_file(path)["up.weight"], 2 * before["up.weight"])
+
+
+def test_the_page_on_averages_in_a_list(tmp_path: Path) -> None:
+    run(2, _averages_in_a_list, str(tmp_path / "ema.safetensors"))
 
 
 CHANGES = {
