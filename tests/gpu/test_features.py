@@ -46,8 +46,8 @@ def trainable(model: nn.Module, cls: Any = zerograph.optim.AdamW, **options: Any
 
 
 def muon_alone(model: nn.Module) -> Optimizer:
-    """Without others, which native updates in memory round by 1e-7: an element of a momentum that is sent in 16 bits
-    then becomes its neighbour, and weights part by 1e-4."""
+    """Without others, beside which weights part by 1e-4: native updates in memory round those by 1e-7, and an element
+    of a momentum that is sent in 16 bits may then become its neighbour. That this is the cause was not shown."""
     return zerograph.optim.Muon([p for p in model.parameters() if p.ndim > 1], lr=0.02, momentum=0.9)
 
 
